@@ -1,0 +1,7 @@
+#include "ffi/targets.h"
+
+namespace turbobus::ffi {
+
+std::vector<Target> MoeTargets() { return {}; }
+
+}  // namespace turbobus::ffi

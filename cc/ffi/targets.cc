@@ -1,0 +1,11 @@
+#include "ffi/targets.h"
+
+namespace turbobus::ffi {
+
+std::vector<Target> Targets() {
+  std::vector<Target> targets = OffloadTargets();
+  for (const Target& target : MoeTargets()) targets.push_back(target);
+  return targets;
+}
+
+}  // namespace turbobus::ffi

@@ -1,0 +1,7 @@
+#include "python/bindings.h"
+
+namespace turbobus::python {
+
+void BindSched(pybind11::module_& module) { static_cast<void>(module); }
+
+}  // namespace turbobus::python
