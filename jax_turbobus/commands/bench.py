@@ -1,0 +1,63 @@
+"""`python -m jax_turbobus bench`: measures a part against its peers."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from jax_turbobus.bench import _report
+
+# name -> one line of help. A suite's module is imported only when asked for.
+SUITES: dict[str, str] = {
+    "experts": "expert exchange against what JAX users write today",
+    "offload": "host transfers against JAX's own",
+    "sched": "decisions a second of the scheduler, and what its policy gains",
+}
+
+
+class _SuiteParser(argparse.ArgumentParser):
+    """Imports its suite, and takes on the suite's options, once it parses."""
+
+    suite = ""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        module = importlib.import_module(f"jax_turbobus.bench.{self.suite}")
+        module.add_arguments(self)
+        self.set_defaults(run_suite=module.run)
+        return super().parse_known_args(args, namespace)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one subcommand a suite."""
+    suites = parser.add_subparsers(
+        dest="suite", required=True, metavar="suite", parser_class=_SuiteParser
+    )
+    for name, text in SUITES.items():
+        suite = suites.add_parser(name, help=text, description=text)
+        suite.suite = name
+        suite.add_argument("--json", metavar="FILE", help="write header and rows here")
+        suite.add_argument(
+            "--no-check",
+            action="store_true",
+            help="exit with 0 even if a required figure was not reached",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a suite and prints its table.
+
+    Returns:
+      1 if a required figure was not reached (and `--no-check` not given), else 0.
+    """
+    head = _report.header()
+    rows: list[_report.Row] = args.run_suite(args)
+    print(_report.table(rows))
+    if args.json:
+        _report.write_json(args.json, rows, head)
+        print(f"written to {args.json}")
+    failed = [row for row in rows if row.failed]
+    if failed:
+        print(f"{len(failed)} of {len(rows)} rows below what is required")
+    return 1 if failed and not args.no_check else 0

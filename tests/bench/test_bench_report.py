@@ -1,0 +1,80 @@
+"""The frame that all benchmarks share."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from jax_turbobus.__main__ import main
+from jax_turbobus.bench import _report
+from jax_turbobus.bench._report import Row
+
+
+def test_bound_is_on_the_ratio_where_there_is_a_peer():
+    row = Row.make("a", "s", 2.0, peer=10.0, peer_name="jax", required="<= 0.3")
+    assert row.ratio == pytest.approx(0.2)
+    assert row.ok is True
+    assert Row.make("a", "s", 4.0, peer=10.0, peer_name="jax", required="<= 0.3").failed
+
+
+def test_bound_is_on_our_figure_where_there_is_no_peer():
+    assert Row.make("a", "1/s", 2e6, required=">= 1e6").ok is True
+    assert Row.make("a", "1/s", 9e5, required=">= 1e6").ok is False
+    assert Row.make("a", "1/s", 1.0).ok is None
+
+
+@pytest.mark.parametrize("required", ["0.3", "~ 0.3", "<=0.3", "<= x"])
+def test_bound_that_is_none_is_refused(required):
+    with pytest.raises(ValueError, match=r"required|could not convert"):
+        Row.make("a", "s", 1.0, required=required)
+
+
+def test_peer_needs_a_name():
+    with pytest.raises(ValueError, match="peer_name"):
+        Row.make("a", "s", 1.0, peer=1.0)
+
+
+def test_alternate_runs_each_once_a_round_and_swaps_the_order():
+    calls = []
+    timings = _report.alternate(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        rounds=3,
+        warmup=1,
+    )
+    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert {name: len(t.seconds) for name, t in timings.items()} == {"a": 3, "b": 3}
+
+
+def test_json_has_a_header_and_a_row_a_line(tmp_path):
+    rows = [Row.make("a", "s", 1.0), Row.make("b", "s", 2.0, peer=1.0, peer_name="p")]
+    path = tmp_path / "machine" / "x.json"
+    _report.write_json(path, rows, _report.header())
+    text = path.read_text()
+    report = json.loads(text)
+    assert [row["case"] for row in report["rows"]] == ["a", "b"]
+    assert sum('"case"' in line for line in text.splitlines()) == 2
+    assert set(report["header"]) == {"command", "machine", "versions", "date"}
+    assert set(report["header"]["versions"]) >= {"jax", "jaxlib", "python"}
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """A stand-in for the `sched` suite whose only row misses its bound."""
+    module = types.ModuleType("jax_turbobus.bench.sched")
+    module.add_arguments = lambda parser: parser.add_argument("--figure", type=float)
+    module.run = lambda args: [Row.make("a", "s", args.figure, required="<= 1")]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("suite")
+def test_command_fails_on_a_missed_figure_unless_told_not_to(tmp_path, capsys):
+    assert main(["bench", "sched", "--figure", "0.5"]) == 0
+    assert main(["bench", "sched", "--figure", "2"]) == 1
+    assert "NOT MET" in capsys.readouterr().out
+    path = tmp_path / "x.json"
+    assert (
+        main(["bench", "sched", "--figure", "2", "--no-check", "--json", str(path)])
+        == 0
+    )
+    assert json.loads(path.read_text())["rows"][0]["ok"] is False
