@@ -1,7 +1,26 @@
 """Pooled host offload and packed expert all-to-all for JAX, as XLA FFI calls."""
 
+import pathlib
+import sys
+
 from jax_turbobus import _compat as _compat
 
 _compat.check_jax_version()
 
 __version__ = "0.1.0"
+
+
+def _add_installed_core() -> None:
+    # In a source tree `python -m` finds this folder before the installed package,
+    # which alone holds the compiled core: look for `_core` there too.
+    here = pathlib.Path(__file__).parent
+    if any(here.glob("_core.*")):
+        return
+    for entry in sys.path:
+        installed = pathlib.Path(entry) / "jax_turbobus"
+        if installed != here and any(installed.glob("_core.*")):
+            __path__.append(str(installed))
+            return
+
+
+_add_installed_core()

@@ -1,0 +1,108 @@
+"""An include or import against the arrows of docs/layers.md fails here."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# part -> parts whose headers it may include (besides its own).
+CC_ARROWS = {
+    "base": set(),
+    "topo": {"base"},
+    "sched": {"topo", "base"},
+    "transport": {"topo", "base"},
+    "engine": {"sched", "transport", "topo", "base"},
+    "moe": {"transport", "topo", "base"},
+    "ffi": {"engine", "moe", "sched", "transport", "topo", "base"},
+    "python": {"ffi", "engine", "moe", "sched", "transport", "topo", "base"},
+}
+PURE = {"topo", "sched"}
+IMPURE_HEADER = re.compile(r"cuda|xla/|sys/socket|^(thread|mutex|chrono|atomic)$")
+
+# package part -> parts it may import. Everything may import ANYWHERE.
+ANYWHERE = {"config", "errors", "_compat", "_observe", "topology"}
+FEATURES = {"offload", "moe", "sim", "node", "profile"}
+PY_ARROWS = {
+    "errors": set(),
+    "_compat": {"errors"},
+    "_ffi": {"_core", "_cuda"},
+    "config": {"_ffi"},
+    "_observe": {"_ffi"},
+    "topology": {"_ffi"},
+    "offload": {"_ffi"},
+    "moe": {"_ffi"},
+    "sim": {"_ffi"},
+    "node": {"_ffi"},
+    "profile": {"_ffi"},
+    "bench": {"_ffi", *FEATURES},
+    "demo": {"bench", *FEATURES},
+    "commands": {"_ffi", "bench", "demo", *FEATURES},
+}
+
+
+def cc_files():
+    return [p for p in (ROOT / "cc").rglob("*") if p.suffix in {".h", ".cc", ".cu"}]
+
+
+@pytest.mark.parametrize("path", cc_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_cc_includes_follow_the_arrows(path):
+    part = path.relative_to(ROOT / "cc").parts[0]
+    assert part in CC_ARROWS, f"{part}: a part that no arrow names"
+    for header in re.findall(r'^#include\s+"([^"]+)"', path.read_text(), re.M):
+        target = header.split("/")[0]
+        if target == "xla":
+            assert part in {"ffi", "python"}, f"{path}: only ffi knows XLA"
+        elif (ROOT / "cc" / target).is_dir():
+            allowed = CC_ARROWS[part] | {part}
+            assert target in allowed, f"{path}: {part} must not include {header}"
+
+
+@pytest.mark.parametrize("part", sorted(PURE))
+def test_pure_parts_know_no_thread_clock_socket_or_device(part):
+    for path in (ROOT / "cc" / part).rglob("*"):
+        if path.suffix not in {".h", ".cc"} or path.stem.endswith("_test"):
+            continue
+        for header in re.findall(r"^#include\s+[<\"]([^>\"]+)", path.read_text(), re.M):
+            assert not IMPURE_HEADER.search(header), f"{path} includes {header}"
+
+
+def imported_parts(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            pytest.fail(f"{path}: relative import; write the full name")
+        else:
+            continue
+        for name in names:
+            pieces = name.split(".")
+            if pieces[0] == "jax_turbobus" and len(pieces) > 1:
+                yield pieces[1]
+
+
+def python_files():
+    return sorted((ROOT / "jax_turbobus").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_imports_follow_the_arrows(path):
+    part = path.relative_to(ROOT / "jax_turbobus").with_suffix("").parts[0]
+    if part in {"__init__", "__main__"}:
+        return
+    assert part in PY_ARROWS, f"{part}: a part that no arrow names"
+    known = set(PY_ARROWS) | {"_core", "_cuda"}
+    for target in imported_parts(path):
+        if target in known:
+            allowed = PY_ARROWS[part] | ANYWHERE | {part}
+            assert target in allowed, f"{path}: {part} must not import {target}"
+
+
+def test_private_jax_is_touched_in_one_place():
+    for path in python_files():
+        if path.name != "_compat.py":
+            assert "jax._src" not in path.read_text(), path
