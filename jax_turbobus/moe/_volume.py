@@ -1,0 +1,257 @@
+"""How many bytes an expert exchange moves, by schedule, peer and link."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jax_turbobus.moe import _traffic, _wiring
+from jax_turbobus.moe._traffic import Counts, ExchangeShape, Traffic
+from jax_turbobus.moe._wiring import Wiring
+
+__all__ = ["Volume", "required_recv_capacity", "volume"]
+
+
+def required_recv_capacity(
+    *,
+    tokens_per_rank: int,
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
+    slack: float | None = None,
+    expert_ids: npt.ArrayLike | None = None,
+) -> int:
+    """Returns how many rows a rank must be able to receive.
+
+    Args:
+      tokens_per_rank: tokens that each rank brings.
+      num_experts: experts in all, a multiple of `num_ranks`.
+      top_k: experts chosen by a token.
+      num_ranks: ranks along the expert axis.
+      slack: that many times the balanced share ``tokens_per_rank * top_k`` (rounded
+        up), such as 1.25; rows over it are dropped. Never more than dropless.
+      expert_ids: ``int[num_ranks, tokens_per_rank, top_k]`` (or its first two axes
+        merged): the exact need of this routing, the fullest rank's.
+
+    Returns:
+      A row count, static. Without `slack` and `expert_ids`: the dropless worst case
+      ``num_ranks * tokens_per_rank * min(top_k, num_experts / num_ranks)``, all
+      tokens to the experts of one rank.
+
+    Raises:
+      ValueError: sizes that do not fit each other, `slack` not a positive number, or
+        `slack` and `expert_ids` given at once.
+    """
+    shape = ExchangeShape(
+        tokens_per_rank=tokens_per_rank,
+        hidden=1,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+    )
+    if slack is not None and expert_ids is not None:
+        raise ValueError("slack, expert_ids: expected one of them, got both")
+    if expert_ids is not None:
+        return int(_traffic.exact_counts(shape, expert_ids).received_rows.max())
+    dropless = shape.num_ranks * shape.rows_per_pair
+    if slack is None:
+        return dropless
+    if not (slack > 0 and math.isfinite(slack)):
+        raise ValueError(f"slack: expected a positive number such as 1.25, got {slack}")
+    return min(dropless, math.ceil(slack * shape.tokens_per_rank * shape.top_k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Volume:
+    """The bytes of one exchange under every schedule and peer.
+
+    Attributes:
+      shape: the exchange's sizes.
+      counts: rows between ranks, expected or exact.
+      schedules: ours, by name.
+      peers: what JAX users write today, by name.
+      wiring: the links under the ranks.
+    """
+
+    shape: ExchangeShape
+    counts: Counts
+    schedules: dict[str, Traffic]
+    peers: dict[str, Traffic]
+    wiring: Wiring
+
+    def __getitem__(self, name: str) -> Traffic:
+        return (self.schedules | self.peers)[name]
+
+    def link_bytes(self, name: str) -> dict[str, float]:
+        """Returns the bytes that a scheme puts on each link, by link name.
+
+        Args:
+          name: a schedule or a peer.
+        """
+        return self.wiring.describe(self.wiring.loads(self[name]))
+
+    def table(self, *, links: bool = True) -> str:
+        """Returns the volumes as text.
+
+        Args:
+          links: add a table of bytes by link.
+        """
+        parts = [self._heading(), self._totals()]
+        if links:
+            parts.append(self._links())
+        return "\n\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything as plain lists, numbers and strings."""
+        schemes = {}
+        for kind, group in (("ours", self.schedules), ("peer", self.peers)):
+            for name, t in group.items():
+                schemes[name] = {
+                    "kind": kind,
+                    "may_drop": t.may_drop,
+                    "dispatch_bytes": t.dispatch.tolist(),
+                    "combine_bytes": t.combine.tolist(),
+                    "metadata_bytes": t.metadata.tolist(),
+                    "sent_bytes": t.sent_bytes.tolist(),
+                    "received_bytes": t.received_bytes.tolist(),
+                    "total_bytes": t.total_bytes,
+                    "link_bytes": self.link_bytes(name),
+                }
+        shape = dataclasses.asdict(self.shape)
+        return {
+            "shape": {**shape, "dtype": str(self.shape.dtype)},
+            "is_exact": self.counts.is_exact,
+            "received_rows": self.counts.received_rows.tolist(),
+            "schemes": schemes,
+        }
+
+    def _heading(self) -> str:
+        s, counts = self.shape, self.counts
+        kind = "counted" if counts.is_exact else "expected, uniform routing"
+        per_token = counts.unique.sum() / max(1, s.tokens_per_rank * s.num_ranks)
+        return (
+            f"{s.tokens_per_rank} tokens a rank x {s.num_ranks} ranks, hidden"
+            f" {s.hidden} {s.dtype}, {s.num_experts} experts, top-{s.top_k} ({kind})\n"
+            f"a token reaches {per_token:.2f} ranks on average; the fullest rank's"
+            f" experts receive {counts.received_rows.max():.0f} rows"
+        )
+
+    def _totals(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("", "dispatch", "combine", "metadata", "total", "a rank sends", "")
+        ]
+        for name, t in (self.schedules | self.peers).items():
+            sent = t.sent_bytes
+            most = f"{_mib(sent.min())} - {_mib(sent.max())}"
+            if np.isclose(sent.min(), sent.max()):
+                most = _mib(sent.max())
+            phases = (t.dispatch.sum(), t.combine.sum(), t.metadata.sum())
+            note = "drops rows over its capacity" if t.may_drop else ""
+            cells = (*map(_mib, phases), _mib(t.total_bytes))
+            rows.append((name, *cells, most, note))
+        rows.insert(1 + len(self.schedules), ("-- peers",) + ("",) * 6)
+        return "MiB between ranks, both ways\n" + _align(rows)
+
+    def _links(self) -> str:
+        names = [link.name for link in self.wiring.links]
+        schemes = self.schedules | self.peers
+        columns = [
+            [_mib(v) for v in self.link_bytes(name).values()] for name in schemes
+        ]
+        rates = [
+            f"{link.bandwidth_bytes_per_s / 1e9:.4g}"
+            if link.bandwidth_bytes_per_s
+            else "?"
+            for link in self.wiring.links
+        ]
+        rows: list[tuple[str, ...]] = [("link", "GB/s", *schemes)]
+        rows.extend(zip(names, rates, *columns, strict=True))
+        return "MiB on each link\n" + _align(rows)
+
+
+def volume(
+    *,
+    tokens_per_rank: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
+    dtype: Any = "bfloat16",
+    expert_ids: npt.ArrayLike | None = None,
+    capacity_factor: float = 1.25,
+    wiring: Wiring | None = None,
+) -> Volume:
+    """Returns the bytes that every schedule, and every peer, would move.
+
+    Args:
+      tokens_per_rank: tokens that each rank brings.
+      hidden: elements of one row.
+      num_experts: experts in all, a multiple of `num_ranks`.
+      top_k: experts chosen by a token.
+      num_ranks: ranks along the expert axis.
+      dtype: dtype of a row.
+      expert_ids: ``int[num_ranks, tokens_per_rank, top_k]`` (or its first two axes
+        merged): count this routing instead of expecting a uniform one.
+      capacity_factor: of the peers that drop rows over a capacity.
+      wiring: the links under the ranks; by default one port out and one in a rank.
+
+    Returns:
+      A `Volume`: dispatch, combine and metadata apart, by pair of ranks and by link.
+
+    Raises:
+      TypeError: `expert_ids` or a size are not integers.
+      ValueError: sizes, ids or topology do not fit each other.
+    """
+    shape = ExchangeShape(
+        tokens_per_rank=tokens_per_rank,
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        dtype=dtype,
+    )
+    if not (capacity_factor > 0 and math.isfinite(capacity_factor)):
+        raise ValueError(
+            f"capacity_factor: expected a positive number, got {capacity_factor}"
+        )
+    wiring = _wiring.ports(shape.num_ranks) if wiring is None else wiring
+    if wiring.num_ranks != shape.num_ranks:
+        raise ValueError(
+            f"wiring: expected one for num_ranks={shape.num_ranks} ranks, got one for"
+            f" {wiring.num_ranks}"
+        )
+    counts = (
+        _traffic.expected_counts(shape)
+        if expert_ids is None
+        else _traffic.exact_counts(shape, expert_ids)
+    )
+    return Volume(
+        shape=shape,
+        counts=counts,
+        schedules={
+            name: _traffic.schedule_traffic(name, shape, counts)
+            for name in _traffic.SCHEDULES
+        },
+        peers={
+            name: _traffic.peer_traffic(name, shape, counts, capacity_factor)
+            for name in _traffic.PEERS
+        },
+        wiring=wiring,
+    )
+
+
+def _mib(size_bytes: float) -> str:
+    mib = size_bytes / 2**20
+    return f"{mib:.4g}" if mib < 1000 else f"{mib:.0f}"
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        first, *rest = (cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+        lines.append("  ".join([row[0].ljust(len(first)), *rest]).rstrip())
+    return "\n".join(lines)
