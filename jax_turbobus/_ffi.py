@@ -1,6 +1,8 @@
 """Loads the C++ libraries and registers their XLA FFI targets."""
 
 import functools
+import importlib
+from types import ModuleType
 
 import jax
 
@@ -10,7 +12,7 @@ __all__ = ["core", "register"]
 
 
 @functools.cache
-def core():  # noqa: ANN201
+def core() -> ModuleType:
     """Returns the C++ extension, with its FFI targets registered for CPU.
 
     Raises:
@@ -19,7 +21,7 @@ def core():  # noqa: ANN201
     """
     _compat.check_jax_version()
     try:
-        from jax_turbobus import _core
+        module = importlib.import_module("jax_turbobus._core")
     except ModuleNotFoundError as error:
         if error.name != "jax_turbobus._core":
             raise
@@ -27,9 +29,9 @@ def core():  # noqa: ANN201
             "jax_turbobus: the C++ core is not built; run `pip install .` in the "
             "source tree (needs a C++20 compiler)"
         ) from error
-    for name, stages in _core.ffi_targets().items():
+    for name, stages in module.ffi_targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="cpu")
-    return _core
+    return module
 
 
 def register() -> None:
