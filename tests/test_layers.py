@@ -16,7 +16,8 @@ CC_ARROWS = {
     "transport": {"topo", "base"},
     "engine": {"sched", "transport", "topo", "base"},
     "moe": {"transport", "topo", "base"},
-    "ffi": {"engine", "moe", "sched", "transport", "topo", "base"},
+    "offload": {"engine", "sched", "transport", "topo", "base"},
+    "ffi": {"offload", "engine", "moe", "sched", "transport", "topo", "base"},
     "python": {"ffi", "engine", "moe", "sched", "transport", "topo", "base"},
 }
 PURE = {"topo", "sched"}

@@ -1,0 +1,119 @@
+#include "offload/transfer.h"
+
+#include <cstring>
+#include <utility>
+
+#include "base/own_thread.h"
+
+namespace turbobus::offload {
+namespace {
+
+void CopyDirectly(const std::vector<Piece>& pieces) {
+  for (const Piece& piece : pieces) {
+    if (piece.size_bytes > 0)
+      std::memcpy(piece.dst, piece.src, static_cast<size_t>(piece.size_bytes));
+  }
+}
+
+/// Someone asked for this transfer to stop; copying it after all would hide
+/// that.
+bool WasStopped(const Status& status) {
+  return status.code() == StatusCode::kCancelled ||
+         status.code() == StatusCode::kAborted;
+}
+
+}  // namespace
+
+std::shared_ptr<Transfer> Transfer::Start(topo::Direction direction, int device,
+                                          std::vector<Piece> pieces) {
+  std::erase_if(pieces, [](const Piece& p) { return p.size_bytes == 0; });
+  const std::shared_ptr<Transfer> transfer(new Transfer(std::move(pieces)));
+  const std::shared_ptr<engine::Engine> engine = engine::ProcessEngine();
+  if (engine == nullptr || transfer->pieces_.empty()) {
+    CopyDirectly(transfer->pieces_);
+    transfer->Finish(OkStatus());
+  } else {
+    transfer->Submit(*engine, direction, device);
+  }
+  return transfer;
+}
+
+void Transfer::Submit(engine::Engine& engine, topo::Direction direction,
+                      int device) {
+  {
+    const std::lock_guard lock(mutex_);
+    num_pending_ = pieces_.size();
+  }
+  for (const Piece& piece : pieces_) {
+    engine::Request request;
+    request.gpu = device;
+    request.direction = direction;
+    request.src = piece.src;
+    request.dst = piece.dst;
+    request.size_bytes = piece.size_bytes;
+    request.done = [self = shared_from_this()](const Status& status) {
+      self->PieceDone(status);
+    };
+    const auto submitted = engine.Submit(std::move(request));
+    if (!submitted.ok()) PieceDone(submitted.status());
+  }
+}
+
+void Transfer::PieceDone(const Status& status) {
+  Status error;
+  {
+    const std::lock_guard lock(mutex_);
+    if (first_error_.ok()) first_error_ = status;
+    if (--num_pending_ > 0) return;
+    error = first_error_;
+  }
+  if (error.ok() || WasStopped(error)) {
+    Finish(std::move(error));
+    return;
+  }
+  // The engine's completion thread must not be held up by a copy.
+  RunOnOwnThread([self = shared_from_this()] {
+    CopyDirectly(self->pieces_);
+    self->Finish(OkStatus());
+  });
+}
+
+void Transfer::Finish(Status status) {
+  std::function<void(Status)> callback;
+  {
+    const std::lock_guard lock(mutex_);
+    outcome_ = status;
+    callback = std::exchange(callback_, nullptr);
+    finished_.notify_all();
+  }
+  if (callback) {
+    RunOnOwnThread([callback = std::move(callback),
+                    status = std::move(status)] { callback(status); });
+  }
+}
+
+std::optional<Status> Transfer::outcome() const {
+  const std::lock_guard lock(mutex_);
+  return outcome_;
+}
+
+void Transfer::OnDone(std::function<void(Status)> callback) {
+  Status status;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!outcome_.has_value()) {
+      callback_ = std::move(callback);
+      return;
+    }
+    status = *outcome_;
+  }
+  callback(std::move(status));
+}
+
+Status Transfer::Wait() {
+  std::unique_lock lock(mutex_);
+  finished_.wait(lock, [this] { return outcome_.has_value(); });
+  return *outcome_;
+}
+
+}  // namespace turbobus::offload
