@@ -24,3 +24,7 @@ def _add_installed_core() -> None:
 
 
 _add_installed_core()
+
+from jax_turbobus.offload import device_put, to_device, to_host  # noqa: E402
+
+__all__ = ["device_put", "to_device", "to_host"]

@@ -2,13 +2,39 @@
 
 import functools
 import importlib
+import importlib.util
 from types import ModuleType
 
 import jax
 
 from jax_turbobus import _compat
 
-__all__ = ["core", "register"]
+__all__ = ["check_api_version", "core", "cuda", "register"]
+
+
+def check_api_version(library: str, built_against: tuple[int, int]) -> None:
+    """Refuses a library that this jaxlib would choke on.
+
+    XLA checks the version only when a target is registered, and what it refuses
+    then takes the whole backend down with it.
+
+    Args:
+      library: what to call it in the message.
+      built_against: (major, minor) version of the FFI headers it was built with.
+
+    Raises:
+      ImportError: jaxlib has an older FFI, or one with another major version.
+    """
+    found = _compat.ffi_api_version()
+    if built_against[0] == found[0] and built_against[1] <= found[1]:
+        return
+    raise ImportError(
+        f"jax_turbobus: {library} was built against XLA FFI "
+        f"{'.'.join(map(str, built_against))}, but this jaxlib has "
+        f"{'.'.join(map(str, found))}; rebuild jax_turbobus with the jaxlib it is "
+        "to run with (pip install --force-reinstall --no-deps jax_turbobus), or "
+        "upgrade jaxlib"
+    )
 
 
 @functools.cache
@@ -20,20 +46,45 @@ def core() -> ModuleType:
         against a newer FFI than this jaxlib has.
     """
     _compat.check_jax_version()
-    try:
-        module = importlib.import_module("jax_turbobus._core")
-    except ModuleNotFoundError as error:
-        if error.name != "jax_turbobus._core":
-            raise
+    if importlib.util.find_spec("jax_turbobus._core") is None:
         raise ImportError(
             "jax_turbobus: the C++ core is not built; run `pip install .` in the "
             "source tree (needs a C++20 compiler)"
-        ) from error
-    for name, stages in module.ffi_targets().items():
-        jax.ffi.register_ffi_target(name, stages, platform="cpu")
-    return module
+        )
+    _core = importlib.import_module("jax_turbobus._core")
+    check_api_version("its C++ core", _core.ffi_api_version)
+    _register(_core, "cpu")
+    return _core
 
 
+@functools.cache
+def cuda() -> ModuleType | None:
+    """Returns the CUDA library with its targets registered, or None without CUDA.
+
+    None where JAX has no CUDA device or the library was not built (there was no
+    `nvcc`): programs for CUDA then fail to compile with the name of the target.
+
+    Raises:
+      ImportError: the library is there but does not load, or was built against a
+        newer FFI than this jaxlib has.
+    """
+    if not _compat.has_cuda_devices():
+        return None
+    if importlib.util.find_spec("jax_turbobus._cuda") is None:
+        return None
+    _cuda = importlib.import_module("jax_turbobus._cuda")
+    check_api_version("its CUDA library", _cuda.ffi_api_version)
+    _register(_cuda, "CUDA")
+    return _cuda
+
+
+def _register(library: ModuleType, platform: str) -> None:
+    for name, stages in library.ffi_targets().items():
+        jax.ffi.register_ffi_target(name, stages, platform=platform)
+
+
+@functools.cache
 def register() -> None:
-    """Registers every FFI target; safe to call again."""
+    """Registers every FFI target; what each public call does first."""
     core()
+    cuda()

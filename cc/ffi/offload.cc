@@ -172,6 +172,12 @@ Outcome D2hCopy(int32_t device, AnyBuffer src, AnyBuffer out, Result dst) {
       Copy("turbobus_d2h_copy", Direction::kD2h, device, src, *dst));
 }
 
+Outcome D2hNewStart(int32_t device, RunId run, AnyBuffer src, Result dst) {
+  return Launched(
+      Copy("turbobus_d2h_new_start", Direction::kD2h, device, src, *dst),
+      device, dst->untyped_data(), run);
+}
+
 Outcome D2hNew(int32_t device, AnyBuffer src, Result dst) {
   return Finished(Copy("turbobus_d2h_new", Direction::kD2h, device, src, *dst));
 }
@@ -233,6 +239,8 @@ XLA_FFI_DEFINE_HANDLER(kH2dCopy, H2dCopy,
                        Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kD2hNew, D2hNew,
                        Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kD2hNewStart, D2hNewStart,
+                       Bind().Ctx<RunId>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kD2hCopy, D2hCopy,
                        Bind()
                            .Arg<AnyBuffer>()  // src
@@ -294,6 +302,7 @@ std::vector<Target> OffloadTargets() {
       {"turbobus_h2d_copy", kH2dCopy},
       {"turbobus_d2h_copy", kD2hCopy},
       {"turbobus_d2h_new", kD2hNew},
+      {"turbobus_d2h_new_start", kD2hNewStart},
       {"turbobus_fetch", kFetch},
       {"turbobus_store", kStore},
       {"turbobus_h2d_start", kH2dStart},

@@ -1,0 +1,188 @@
+"""What the offload calls refuse, and in which words."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_turbobus import _compat
+
+__all__ = [
+    "KINDS",
+    "check_array",
+    "check_index",
+    "check_out",
+    "check_row",
+    "check_space",
+    "space_of",
+]
+
+DEVICE = jax.memory.Space.Device
+HOST = jax.memory.Space.Host
+KINDS = {DEVICE: "device", HOST: "pinned_host"}
+
+_MOVE_THERE = {
+    HOST: "put it there with jax.device_put(x, jax.memory.Space.Host) or to_host(x)",
+    DEVICE: "put it there with jax.device_put(x, jax.memory.Space.Device) or "
+    "to_device(x)",
+}
+
+
+def space_of(x: Any) -> Any:
+    """Returns the memory space of an array or tracer; None for other kinds."""
+    if _compat.is_tracer(x):
+        return jax.typeof(x).memory_space
+    kind = x.sharding.memory_kind
+    return HOST if kind == "pinned_host" else DEVICE if kind == "device" else None
+
+
+def check_array(call: str, name: str, x: Any) -> None:
+    """Refuses what is no array of a type that can be moved.
+
+    Raises:
+      TypeError: `x` is not a `jax.Array`, or its elements have no bytes.
+    """
+    if not isinstance(x, jax.Array):
+        raise TypeError(
+            f"{call}: argument {name}: expected a jax.Array, got "
+            f"{type(x).__module__}.{type(x).__qualname__}; "
+            "make it one with jax.device_put"
+        )
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not jnp.issubdtype(
+        x.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"{call}: argument {name}: arrays of {x.dtype} cannot be moved; expected "
+            "a numeric or boolean dtype, or keys"
+        )
+
+
+def check_space(call: str, name: str, x: Any, space: Any) -> None:
+    """Refuses an array in another memory than `space`.
+
+    Raises:
+      ValueError: it lies elsewhere.
+    """
+    found = space_of(x)
+    if found is space:
+        return
+    kind = KINDS.get(found) or (
+        str(found) if _compat.is_tracer(x) else x.sharding.memory_kind
+    )
+    raise ValueError(
+        f"{call}: argument {name}: expected memory kind {KINDS[space]!r}, got "
+        f"{kind!r} ({x.dtype}{list(x.shape)}); {_MOVE_THERE[space]}"
+    )
+
+
+def check_out(call: str, x: Any, out: Any) -> None:
+    """Refuses an `out` that the bytes of `x` would not fill exactly.
+
+    Raises:
+      TypeError: `out` is no array, or its dtype differs.
+      ValueError: its memory kind, shape, sharding or mesh axes differ.
+    """
+    check_array(call, "out", out)
+    if out is x:
+        raise ValueError(f"{call}: argument out is x itself; expected another array")
+    check_space(call, "out", out, HOST)
+    if out.dtype != x.dtype:
+        raise TypeError(
+            f"{call}: argument out: expected dtype {x.dtype} as x, got {out.dtype}; "
+            "cast x, or make out of the same dtype"
+        )
+    if out.shape != x.shape:
+        raise ValueError(
+            f"{call}: argument out: expected shape {x.shape} as x, got {out.shape}"
+        )
+    if _compat.is_tracer(x) or _compat.is_tracer(out):
+        expected, found = jax.typeof(x).sharding, jax.typeof(out).sharding
+        matches = expected.mesh.empty or found.mesh.empty or expected == found
+    else:
+        expected, found = x.sharding.with_memory_kind("pinned_host"), out.sharding
+        matches = found.is_equivalent_to(expected, x.ndim)
+    if not matches:
+        raise ValueError(
+            f"{call}: argument out: expected the sharding of x, {expected}, got "
+            f"{found}; make it with jax.device_put(…, "
+            "x.sharding.with_memory_kind('pinned_host'))"
+        )
+
+
+def check_index(call: str, index: Any) -> None:
+    """Refuses what is no integer scalar.
+
+    Raises:
+      TypeError: another dtype, or no number at all.
+      ValueError: it has dimensions.
+    """
+    if isinstance(index, bool) or not hasattr(index, "dtype"):
+        if isinstance(index, int) and not isinstance(index, bool):
+            return
+        raise TypeError(
+            f"{call}: argument i: expected an integer or an integer scalar array, "
+            f"got {type(index).__qualname__}"
+        )
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(
+            f"{call}: argument i: expected an integer dtype, got {index.dtype}; "
+            "cast it with .astype(jnp.int32)"
+        )
+    if index.shape != ():
+        raise ValueError(
+            f"{call}: argument i: expected a scalar, got shape {index.shape}; use "
+            "jax.vmap to take several rows"
+        )
+
+
+def check_stack(call: str, stack: Any) -> None:
+    """Refuses a stack without rows, or split between them.
+
+    Raises:
+      TypeError: it is no array.
+      ValueError: it is not in host memory, has no rows, rows that do not end on
+        a byte, or is sharded along its first axis.
+    """
+    check_array(call, "stack", stack)
+    check_space(call, "stack", stack, HOST)
+    if stack.ndim == 0 or stack.shape[0] == 0:
+        raise ValueError(
+            f"{call}: argument stack: expected shape [num_layers, ...] with at least "
+            f"one layer, got {stack.shape}"
+        )
+    if stack.size // stack.shape[0] * _compat.element_bits(stack.dtype) % 8:
+        raise ValueError(
+            f"{call}: argument stack: a row of {stack.shape[1:]} {stack.dtype} does "
+            "not end on a byte; pad its last dimension"
+        )
+    sharding = jax.typeof(stack).sharding
+    spec = tuple(sharding.spec)
+    if not _compat.is_tracer(stack) and isinstance(
+        stack.sharding, jax.sharding.NamedSharding
+    ):
+        spec = tuple(stack.sharding.spec)
+    if spec and spec[0] is not None:
+        raise ValueError(
+            f"{call}: argument stack: its first axis, the layers, must not be "
+            f"sharded, got {jax.sharding.PartitionSpec(*spec)}; shard another axis"
+        )
+
+
+def check_row(call: str, stack: Any, x: Any) -> None:
+    """Refuses a row that does not fit the stack.
+
+    Raises:
+      TypeError: it is no array, or its dtype differs.
+      ValueError: it is not on the device, or its shape differs.
+    """
+    check_array(call, "x", x)
+    check_space(call, "x", x, DEVICE)
+    if x.dtype != stack.dtype:
+        raise TypeError(
+            f"{call}: argument x: expected dtype {stack.dtype} as stack, got {x.dtype}"
+        )
+    if x.shape != stack.shape[1:]:
+        raise ValueError(
+            f"{call}: argument x: expected shape {stack.shape[1:]}, a row of stack "
+            f"{stack.shape}, got {x.shape}"
+        )

@@ -1,0 +1,166 @@
+"""Whole arrays between pinned host memory and devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_turbobus import _compat, _ffi
+from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._checks import (
+    DEVICE,
+    HOST,
+    KINDS,
+    check_array,
+    check_out,
+    check_space,
+    space_of,
+)
+
+__all__ = ["device_put", "to_device", "to_host"]
+
+Tree = Any
+
+
+def to_device(x: Tree) -> Tree:
+    """Returns `x` in device memory.
+
+    Args:
+      x: an array of any dtype and shape in pinned host memory, or a tree of them,
+        each moved on its own. A sharded array keeps its sharding: every device
+        gets its shard over its own path.
+
+    Returns:
+      The same values, bit for bit, with memory kind `"device"`.
+
+    Raises:
+      TypeError: a leaf is no `jax.Array`.
+      ValueError: a leaf is not in memory of kind `"pinned_host"`.
+
+    Transforms:
+      jit, grad (the transpose is `to_host`), vmap, shard_map, scan, checkpoint.
+    """
+    if isinstance(x, jax.Array):
+        return _to_device(x)
+    return jax.tree.map(_to_device, x)
+
+
+def to_host(x: Tree, out: Tree | None = None) -> Tree:
+    """Returns `x` in pinned host memory.
+
+    Args:
+      x: an array of any dtype and shape in device memory, or a tree of them.
+      out: pinned host arrays to write to, a tree like `x`, each with the shape,
+        dtype and sharding of its leaf of `x`. An eager call donates them; inside
+        `jax.jit` donate the argument they come from, or XLA copies them first.
+        Without `out`, host memory is made inside the program.
+
+    Returns:
+      The same values, bit for bit, with memory kind `"pinned_host"`; with `out`,
+      in its memory.
+
+    Raises:
+      TypeError: a leaf is no `jax.Array`, or `out` has another dtype.
+      ValueError: a leaf is not in device memory, or `out` has another tree
+        structure, shape, sharding or memory kind.
+
+    Transforms:
+      jit, grad (the transpose is `to_device`; `out` has no gradient), vmap,
+      shard_map, scan, checkpoint.
+    """
+    if out is None:
+        if isinstance(x, jax.Array):
+            return _to_host(x)
+        return jax.tree.map(_to_host, x)
+    found: Any = jax.tree.structure(out)
+    expected: Any = jax.tree.structure(x)
+    if found != expected:
+        raise ValueError(
+            f"to_host: argument out: expected a tree like x, {expected}, got {found}"
+        )
+    return jax.tree.map(_to_host_into, x, out)
+
+
+def device_put(tree: Tree, space: Any) -> Tree:
+    """Returns `tree` in the memory `space`; stands in for `jax.device_put`.
+
+    Args:
+      tree: arrays in host or device memory. What is already in `space` is returned
+        as it is; what is no `jax.Array` is left to `jax.device_put`.
+      space: `jax.memory.Space.Device` or `jax.memory.Space.Host`.
+
+    Returns:
+      The same values in `space`.
+
+    Raises:
+      ValueError: `space` is neither of the two.
+
+    Transforms:
+      As `to_device` and `to_host`.
+    """
+    if space is not DEVICE and space is not HOST:
+        raise ValueError(
+            "device_put: argument space: expected jax.memory.Space.Device or "
+            f"jax.memory.Space.Host, got {space!r}; for devices and shardings use "
+            "jax.device_put"
+        )
+    move = _to_device if space is DEVICE else _to_host
+
+    def put(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return jax.device_put(x, space)
+        return x if space_of(x) is space else move(x)
+
+    return jax.tree.map(put, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _to_device(x: Any) -> Any:
+    check_array("to_device", "x", x)
+    check_space("to_device", "x", x, HOST)
+    return _bind(p.h2d_p, DEVICE, x)
+
+
+def _to_host(x: Any) -> Any:
+    check_array("to_host", "x", x)
+    check_space("to_host", "x", x, DEVICE)
+    return _bind(p.d2h_p, HOST, x)
+
+
+def _to_host_into(x: Any, out: Any) -> Any:
+    check_array("to_host", "x", x)
+    check_space("to_host", "x", x, DEVICE)
+    check_out("to_host", x, out)
+    if _compat.is_tracer(x) or _compat.is_tracer(out):
+        _ffi.register()
+        return p.d2h_into_p.bind(*_vary_alike(x, out))
+    return _compiled(p.d2h_into_p, out.sharding, donate=(1,))(x, out)
+
+
+def _vary_alike(x: Any, out: Any) -> tuple[Any, Any]:
+    """Returns `x` and `out` as values that differ over the same mesh axes."""
+    axes = _compat.varying_axes(x) | _compat.varying_axes(out)
+    return tuple(_vary_over(value, axes) for value in (x, out))
+
+
+def _vary_over(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _compat.varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _bind(primitive: Any, space: Any, x: Any) -> Any:
+    if _compat.is_tracer(x):
+        _ffi.register()
+        return primitive.bind(x)
+    return _compiled(primitive, x.sharding.with_memory_kind(KINDS[space]))(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Any, sharding: Any, donate: tuple[int, ...] = ()) -> Any:
+    """Returns the eager call, compiled once for each sharding, shape and dtype."""
+    _ffi.register()
+    return jax.jit(primitive.bind, out_shardings=sharding, donate_argnums=donate)

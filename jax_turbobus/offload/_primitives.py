@@ -1,0 +1,365 @@
+"""The primitives behind the offload calls: their types and how they lower.
+
+A primitive is one FFI call of docs/ffi.md. Arguments are checked by the public
+functions; the rules for jvp, transpose and vmap are in `_rules`.
+
+None of them has a JAX effect, so checkpoint and custom derivatives take them on
+every JAX version. Starts and dones have side effects for XLA alone: equal ones
+must stay two.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from jax_turbobus import _compat
+from jax_turbobus.offload._partition import Dims, lower_per_shard
+
+__all__ = [
+    "d2h_into_p",
+    "d2h_into_start_p",
+    "d2h_p",
+    "d2h_start_p",
+    "done_p",
+    "fetch_p",
+    "fetch_start_p",
+    "h2d_p",
+    "h2d_start_p",
+    "store_p",
+    "store_start_p",
+    "tie_p",
+]
+
+DEVICE = jax.memory.Space.Device
+HOST = jax.memory.Space.Host
+
+
+def row_aval(stack: Any, axis: int) -> Any:
+    """Returns the type of a row of `stack` along `axis`, on the device."""
+    shape = stack.shape[:axis] + stack.shape[axis + 1 :]
+    spec = tuple(stack.sharding.spec)
+    spec += (None,) * (stack.ndim - len(spec))
+    sharding = stack.sharding.update(
+        spec=jax.sharding.PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+    )
+    return stack.update(
+        shape=shape, sharding=sharding, memory_space=DEVICE, weak_type=False
+    )
+
+
+def _to_device_aval(x: Any, **_: Any) -> Any:
+    return x.update(memory_space=DEVICE)
+
+
+def _to_host_aval(x: Any, **_: Any) -> Any:
+    return x.update(memory_space=HOST)
+
+
+def _into_aval(x: Any, out: Any, **_: Any) -> Any:
+    del x
+    return out.update(memory_space=HOST, weak_type=False)
+
+
+def _fetch_aval(stack: Any, index: Any, *, axis: int) -> Any:
+    del index
+    return row_aval(stack, axis)
+
+
+def _store_aval(stack: Any, index: Any, row: Any, *, axis: int) -> Any:
+    del index, row, axis
+    return stack.update(memory_space=HOST, weak_type=False)
+
+
+def _done_aval(buffer: Any, *read: Any, target: str) -> Any:
+    del read, target
+    return buffer
+
+
+def _dims(aval: Any, skip: int | None = None) -> Dims:
+    """Returns names for the dimensions of a stack, or of its row along `skip`."""
+    ndim = aval.ndim + (skip is not None)
+    return tuple(f"d{d}" for d in range(ndim) if d != skip)
+
+
+def _ffi(
+    context: Any,
+    target: str,
+    operands: Sequence[Any],
+    *,
+    aliases: dict[int, int] | None = None,
+    has_side_effect: bool = False,
+    **attributes: Any,
+) -> Sequence[Any]:
+    rule = jax.ffi.ffi_lowering(
+        target, operand_output_aliases=aliases, has_side_effect=has_side_effect
+    )
+    return rule(context, *operands, **attributes)
+
+
+def _define(
+    name: str,
+    abstract_eval: Callable[..., Any],
+    emit: Callable[..., Sequence[Any]],
+    dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
+    *,
+    has_side_effect: bool = False,
+    platform: str | None = None,
+) -> Any:
+    """Returns a primitive that is one FFI call.
+
+    Args:
+      name: the primitive's name in jaxprs.
+      abstract_eval: the type of its result from those of its operands.
+      emit: `emit(context, *operands, **params)`: the call for one shard.
+      dims: `dims(*avals, **params)`: names for the operands' dimensions and the
+        result's, and those that must not be split.
+      has_side_effect: whether XLA must keep equal calls apart.
+      platform: the only platform that `emit` is for.
+    """
+    primitive: Any = Primitive(name)
+    primitive.def_abstract_eval(abstract_eval)
+    _compat.lowers_with_devices(primitive)
+
+    def impl(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return _compiled(primitive, tuple(params.items()))(*args)
+
+    primitive.def_impl(impl)
+    _register(primitive, emit, dims, has_side_effect, platform)
+    return primitive
+
+
+def _register(
+    primitive: Any,
+    emit: Callable[..., Sequence[Any]],
+    dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
+    has_side_effect: bool,
+    platform: str | None,
+) -> None:
+    def lower(context: Any, *operands: Any, **params: Any) -> Any:
+        if not _compat.partitions_automatically(context):
+            return emit(context, *operands, **params)
+        operand_dims, result_dims, whole = dims(*context.avals_in, **params)
+        return lower_per_shard(
+            context,
+            functools.partial(primitive.bind, **params),
+            operands,
+            operand_dims=operand_dims,
+            result_dims=result_dims,
+            whole=whole,
+            has_side_effect=has_side_effect,
+        )
+
+    mlir.register_lowering(primitive, lower, platform=platform)
+
+
+@functools.cache
+def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _alike(*avals: Any, **_: Any) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    dims = _dims(avals[0])
+    return [dims] * len(avals), dims, ()
+
+
+def _fetch_dims(
+    stack: Any, index: Any, *, axis: int
+) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    del index
+    dims = _dims(stack)
+    return [dims, ()], dims[:axis] + dims[axis + 1 :], (dims[axis],)
+
+
+def _store_dims(
+    stack: Any, index: Any, row: Any, *, axis: int
+) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    operands, row_dims, whole = _fetch_dims(stack, index, axis=axis)
+    del row
+    return [*operands, row_dims], operands[0], whole
+
+
+# Host to device.
+
+h2d_p = _define(
+    "turbobus_h2d",
+    _to_device_aval,
+    lambda context, x: _ffi(context, "turbobus_h2d_copy", [x]),
+    _alike,
+)
+h2d_start_p = _define(
+    "turbobus_h2d_start",
+    _to_device_aval,
+    lambda context, x: _ffi(context, "turbobus_h2d_start", [x], has_side_effect=True),
+    _alike,
+    has_side_effect=True,
+)
+fetch_p = _define(
+    "turbobus_fetch",
+    _fetch_aval,
+    lambda context, stack, index, *, axis: _ffi(
+        context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
+    ),
+    _fetch_dims,
+)
+fetch_start_p = _define(
+    "turbobus_fetch_start",
+    _fetch_aval,
+    lambda context, stack, index, *, axis: _ffi(
+        context,
+        "turbobus_fetch_start",
+        [stack, index],
+        has_side_effect=True,
+        axis=np.int64(axis),
+    ),
+    _fetch_dims,
+    has_side_effect=True,
+)
+
+# Device to host. XLA types a result of ours as host memory only if it is aliased
+# to an operand that lies there; where `out` is not given, CUDA programs
+# therefore make one. On CPU all memory is alike.
+
+d2h_into_p = _define(
+    "turbobus_d2h_into",
+    _into_aval,
+    lambda context, x, out: _ffi(
+        context, "turbobus_d2h_copy", [x, out], aliases={1: 0}
+    ),
+    _alike,
+)
+d2h_into_start_p = _define(
+    "turbobus_d2h_into_start",
+    _into_aval,
+    lambda context, x, out: _ffi(
+        context,
+        "turbobus_d2h_start",
+        [x, out],
+        aliases={1: 0},
+        has_side_effect=True,
+    ),
+    _alike,
+    has_side_effect=True,
+)
+store_p = _define(
+    "turbobus_store",
+    _store_aval,
+    lambda context, stack, index, row, *, axis: _ffi(
+        context,
+        "turbobus_store",
+        [stack, index, row],
+        aliases={0: 0},
+        axis=np.int64(axis),
+    ),
+    _store_dims,
+)
+store_start_p = _define(
+    "turbobus_store_start",
+    _store_aval,
+    lambda context, stack, index, row, *, axis: _ffi(
+        context,
+        "turbobus_store_start",
+        [stack, index, row],
+        aliases={0: 0},
+        has_side_effect=True,
+        axis=np.int64(axis),
+    ),
+    _store_dims,
+    has_side_effect=True,
+)
+
+
+def _allocate(context: Any) -> Any:
+    """Returns host memory of the result's type, made inside a CUDA program."""
+    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)
+    (buffer,) = rule(context.replace(avals_in=[]))
+    return buffer
+
+
+def _emit_d2h_cuda(context: Any, x: Any, *, target: str, side: bool) -> Sequence[Any]:
+    context = context.replace(avals_in=[*context.avals_in, *context.avals_out])
+    operands = [x, _allocate(context)]
+    return _ffi(context, target, operands, aliases={1: 0}, has_side_effect=side)
+
+
+d2h_p = _define(
+    "turbobus_d2h",
+    _to_host_aval,
+    lambda context, x: _ffi(context, "turbobus_d2h_new", [x]),
+    _alike,
+    platform="cpu",
+)
+_register(
+    d2h_p,
+    functools.partial(_emit_d2h_cuda, target="turbobus_d2h_copy", side=False),
+    _alike,
+    False,
+    "cuda",
+)
+d2h_start_p = _define(
+    "turbobus_d2h_start",
+    _to_host_aval,
+    lambda context, x: _ffi(
+        context, "turbobus_d2h_new_start", [x], has_side_effect=True
+    ),
+    _alike,
+    has_side_effect=True,
+    platform="cpu",
+)
+_register(
+    d2h_start_p,
+    functools.partial(_emit_d2h_cuda, target="turbobus_d2h_start", side=True),
+    _alike,
+    True,
+    "cuda",
+)
+
+# The second half of a start: waits, and gives the same buffer, ready. `read` is
+# what the start reads, kept alive until then.
+
+
+def _done_dims(
+    buffer: Any, *read: Any, target: str
+) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    del target
+    dims = _dims(buffer)
+    operands = [dims]
+    for r, aval in enumerate(read):
+        operands.append(
+            dims
+            if aval.shape == buffer.shape
+            else tuple(f"r{r}_{d}" for d in range(aval.ndim))
+        )
+    return operands, dims, ()
+
+
+done_p = _define(
+    "turbobus_done",
+    _done_aval,
+    lambda context, *operands, target: _ffi(
+        context, target, operands, aliases={0: 0}, has_side_effect=True
+    ),
+    _done_dims,
+    has_side_effect=True,
+)
+
+# All of its operands are there before any of its results is: what keeps start,
+# compute and done in this order, and a done in a program that uses only one of
+# the results that came with it.
+
+tie_p: Any = Primitive("turbobus_tie")
+tie_p.multiple_results = True
+tie_p.def_abstract_eval(lambda *avals: list(avals))
+tie_p.def_impl(lambda *args: list(args))
+mlir.register_lowering(
+    tie_p,
+    lambda context, *operands: (
+        stablehlo.OptimizationBarrierOp(list(operands)).results if operands else []
+    ),
+)

@@ -1,0 +1,281 @@
+"""How the offload primitives differentiate and batch.
+
+Transfers are linear. The tangent of a transfer in two halves is moved by a plain
+transfer, so no half ever stands alone in a derivative.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from jax_turbobus import _compat
+from jax_turbobus.offload import _primitives as p
+
+__all__: list[str] = []
+
+Zero = ad.Zero
+
+
+def _zero_like(value: Any) -> Any:
+    return Zero(_compat.tangent_aval(value))
+
+
+def _zeros(aval: Any) -> Any:
+    """Returns zeros of a type, in the memory that it says."""
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    axes = aval.manual_axis_type.varying
+    if axes:
+        zeros = jax.lax.pcast(zeros, tuple(axes), to="varying")
+    return p.d2h_p.bind(zeros) if aval.memory_space == p.HOST else zeros
+
+
+def _instantiate(tangent: Any) -> Any:
+    return _zeros(tangent.aval) if isinstance(tangent, Zero) else tangent
+
+
+# Copies.
+
+ad.deflinear2(p.h2d_p, lambda ct, x: [p.d2h_p.bind(ct)])
+ad.deflinear2(p.d2h_p, lambda ct, x: [p.h2d_p.bind(ct)])
+
+
+def _copy_jvp(primitive: Any, tangent_primitive: Any) -> Any:
+    """Returns the rule: the tangent of operand 0 is moved, `out` has no say."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        result = primitive.bind(*primals)
+        if isinstance(tangents[0], Zero):
+            return result, _zero_like(result)
+        return result, tangent_primitive.bind(tangents[0])
+
+    return jvp
+
+
+for _primitive, _tangent in (
+    (p.h2d_start_p, p.h2d_p),
+    (p.d2h_start_p, p.d2h_p),
+    (p.d2h_into_p, p.d2h_p),
+    (p.d2h_into_start_p, p.d2h_p),
+):
+    ad.primitive_jvps[_primitive] = _copy_jvp(_primitive, _tangent)
+
+
+def _move_batch_dim(primitive: Any) -> Any:
+    def batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+        return primitive.bind(*args), dims[0]
+
+    return batch
+
+
+for _primitive in (p.h2d_p, p.h2d_start_p, p.d2h_p, p.d2h_start_p):
+    batching.primitive_batchers[_primitive] = _move_batch_dim(_primitive)
+
+
+def _batch_size(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    return next(x.shape[d] for x, d in zip(args, dims, strict=True) if _is_mapped(d))
+
+
+def _is_mapped(dim: Any) -> bool:
+    return dim is not None
+
+
+def _at(x: Any, dim: Any, size: int, to: int) -> Any:
+    """Returns a device array with its batch dimension at `to`."""
+    if not _is_mapped(dim):
+        return jnp.broadcast_to(
+            jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:])
+        )
+    return jnp.moveaxis(x, dim, to)
+
+
+def _batch_into(primitive: Any) -> Any:
+    def batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+        x, out = args
+        if not _is_mapped(dims[1]):
+            raise ValueError(
+                "to_host under vmap: argument out must be mapped over the batch, "
+                f"as x is; got an unmapped out of shape {out.shape} for x of shape "
+                f"{x.shape} mapped over axis {dims[0]}. Add out to in_axes, or leave "
+                "it out"
+            )
+        size = _batch_size(args, dims)
+        return primitive.bind(_at(x, dims[0], size, dims[1]), out), dims[1]
+
+    return batch
+
+
+for _primitive in (p.d2h_into_p, p.d2h_into_start_p):
+    batching.primitive_batchers[_primitive] = _batch_into(_primitive)
+
+# Rows. A tangent of a stack is a stack in host memory too.
+
+
+def _fetch_jvp(primitive: Any) -> Any:
+    def jvp(
+        primals: Sequence[Any], tangents: Sequence[Any], *, axis: int
+    ) -> tuple[Any, Any]:
+        row = primitive.bind(*primals, axis=axis)
+        if isinstance(tangents[0], Zero):
+            return row, _zero_like(row)
+        return row, p.fetch_p.bind(tangents[0], primals[1], axis=axis)
+
+    return jvp
+
+
+def _store_jvp(primitive: Any) -> Any:
+    def jvp(
+        primals: Sequence[Any], tangents: Sequence[Any], *, axis: int
+    ) -> tuple[Any, Any]:
+        stack = primitive.bind(*primals, axis=axis)
+        stack_dot, _, row_dot = tangents
+        if isinstance(stack_dot, Zero) and isinstance(row_dot, Zero):
+            return stack, _zero_like(stack)
+        return stack, p.store_p.bind(
+            _instantiate(stack_dot), primals[1], _instantiate(row_dot), axis=axis
+        )
+
+    return jvp
+
+
+for _primitive in (p.fetch_p, p.fetch_start_p):
+    ad.primitive_jvps[_primitive] = _fetch_jvp(_primitive)
+for _primitive in (p.store_p, p.store_start_p):
+    ad.primitive_jvps[_primitive] = _store_jvp(_primitive)
+
+
+def _fetch_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> list[Any]:
+    aval = stack.aval if ad.is_undefined_primal(stack) else jax.typeof(stack)
+    if isinstance(ct, Zero):
+        return [Zero(aval), None]
+    stack_ct = _zeros(aval.update(memory_space=p.HOST))
+    return [p.store_p.bind(stack_ct, index, ct, axis=axis), None]
+
+
+def _store_transpose(
+    ct: Any, stack: Any, index: Any, row: Any, *, axis: int
+) -> list[Any]:
+    results: list[Any] = [None, None, None]
+    for position, operand in ((0, stack), (2, row)):
+        if not ad.is_undefined_primal(operand):
+            continue
+        if isinstance(ct, Zero):
+            results[position] = Zero(operand.aval)
+        elif position == 0:
+            zeros = _zeros(p.row_aval(operand.aval, axis))
+            results[0] = p.store_p.bind(ct, index, zeros, axis=axis)
+        else:
+            results[2] = p.fetch_p.bind(ct, index, axis=axis)
+    return results
+
+
+ad.primitive_transposes[p.fetch_p] = _fetch_transpose
+ad.primitive_transposes[p.store_p] = _store_transpose
+
+
+_MAPPED_INDEX = (
+    "vmap over the index of a row that moves beside a computation; use fetch or "
+    "store, which may be mapped over it"
+)
+
+
+def _flatten_rows(stack: Any, dim: int, index: Any, axis: int) -> tuple[Any, Any]:
+    """Returns a batch of stacks as one, and the index of each one's row in it."""
+    if dim != 0 or axis != 0:
+        raise NotImplementedError(
+            "vmap over both the stack and the index of fetch or store: the stack "
+            f"must be mapped over axis 0, with its layers next; got axis {dim} with "
+            f"layers along {axis + (dim <= axis)}"
+        )
+    size, length = stack.shape[:2]
+    flat = jax.lax.reshape(stack, (size * length, *stack.shape[2:]))
+    clamped = jnp.clip(index, 0, length - 1)
+    return flat, jnp.arange(size, dtype=jnp.int32) * length + clamped
+
+
+def _batch_fetch(primitive: Any) -> Any:
+    def batch(
+        args: Sequence[Any], dims: Sequence[Any], *, axis: int
+    ) -> tuple[Any, int]:
+        stack, index = args
+        if not _is_mapped(dims[1]):
+            # One row of every stack: the batch dimension stays where it was.
+            shifted = axis + (dims[0] <= axis)
+            row = primitive.bind(stack, index, axis=shifted)
+            return row, dims[0] - (dims[0] > shifted)
+        if primitive is not p.fetch_p:
+            raise NotImplementedError(_MAPPED_INDEX)
+        if _is_mapped(dims[0]):
+            stack, index = _flatten_rows(stack, dims[0], index, axis)
+        rows = jax.lax.map(
+            lambda i: jax.lax.optimization_barrier(p.fetch_p.bind(stack, i, axis=axis)),
+            index,
+        )
+        return rows, 0
+
+    return batch
+
+
+def _batch_store(primitive: Any) -> Any:
+    def batch(
+        args: Sequence[Any], dims: Sequence[Any], *, axis: int
+    ) -> tuple[Any, int]:
+        stack, index, row = args
+        if not _is_mapped(dims[0]):
+            raise ValueError(
+                "store under vmap: argument stack must be mapped over the batch, "
+                "as the index or x is; otherwise all would write to one row. Add "
+                "stack to in_axes"
+            )
+        size = _batch_size(args, dims)
+        if not _is_mapped(dims[1]):
+            shifted = axis + (dims[0] <= axis)
+            row = _at(row, dims[2], size, dims[0] - (dims[0] > shifted))
+            return primitive.bind(stack, index, row, axis=shifted), dims[0]
+        if primitive is not p.store_p:
+            raise NotImplementedError(_MAPPED_INDEX)
+        shape = stack.shape
+        stack, index = _flatten_rows(stack, dims[0], index, axis)
+        rows = _at(row, dims[2], size, 0)
+
+        def body(b: Any, stack: Any) -> Any:
+            return p.store_p.bind(stack, index[b], rows[b], axis=0)
+
+        stack = jax.lax.fori_loop(0, size, body, stack)
+        return jax.lax.reshape(stack, shape), 0
+
+    return batch
+
+
+for _primitive in (p.fetch_p, p.fetch_start_p):
+    batching.primitive_batchers[_primitive] = _batch_fetch(_primitive)
+for _primitive in (p.store_p, p.store_start_p):
+    batching.primitive_batchers[_primitive] = _batch_store(_primitive)
+
+# Second halves and order.
+
+
+def _done_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, target: str
+) -> tuple[Any, Any]:
+    return p.done_p.bind(*primals, target=target), tangents[0]
+
+
+def _done_batch(
+    args: Sequence[Any], dims: Sequence[Any], *, target: str
+) -> tuple[Any, Any]:
+    return p.done_p.bind(*args, target=target), dims[0]
+
+
+ad.primitive_jvps[p.done_p] = _done_jvp
+batching.primitive_batchers[p.done_p] = _done_batch
+ad.primitive_jvps[p.tie_p] = lambda primals, tangents: (
+    p.tie_p.bind(*primals),
+    list(tangents),
+)
+batching.primitive_batchers[p.tie_p] = lambda args, dims: (
+    p.tie_p.bind(*args),
+    list(dims),
+)
