@@ -1,0 +1,161 @@
+"""Who takes part in a call, and how the ranks of one call find each other.
+
+On CPU devices the calls of a program run in any order, and a jitted helper that is
+called eight times is eight calls with the same attributes. So a call is known by a
+key that each rank makes anew and XLA's own all-gather carries to the others: it is
+data, and data cannot be confused. Rank 0's key names the meeting.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_turbobus import _ffi
+from jax_turbobus.moe import _primitives
+
+__all__ = ["AxisName", "Group", "exchange_timeout", "meet", "set_exchange_timeout"]
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+_TIMEOUT_VARIABLE = "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The ranks along one mesh axis, or along several taken together.
+
+    Attributes:
+      axes: mesh axis names, major first.
+      num_ranks: the product of their sizes.
+    """
+
+    axes: tuple[Hashable, ...]
+    num_ranks: int
+
+    @property
+    def axis_name(self) -> Any:
+        """What JAX's collectives take as `axis_name`."""
+        return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @property
+    def label(self) -> str:
+        """The axis, as messages name it."""
+        return repr(self.axis_name)
+
+    @classmethod
+    def of(cls, axis_name: AxisName, *, op: str) -> "Group":
+        """Returns the group that `axis_name` means here, inside `jax.shard_map`.
+
+        Args:
+          axis_name: a mesh axis, or a non-empty tuple of them.
+          op: who asks, for messages.
+
+        Raises:
+          ValueError: outside `jax.shard_map`, unknown or repeated axes, or a mesh of
+            which other axes are left to the compiler.
+        """
+        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = tuple(mesh.manual_axes)
+        if not manual:
+            raise ValueError(
+                f"{op}: axis_name={axis_name!r}: called outside jax.shard_map; the"
+                " ranks of an exchange are the devices along a mesh axis, so call it"
+                " in a function under jax.shard_map over a mesh that has this axis"
+            )
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        if not axes or len(set(axes)) != len(axes):
+            raise ValueError(
+                f"{op}: axis_name: expected one mesh axis, or a tuple of different"
+                f" ones, got {axis_name!r}"
+            )
+        for axis in axes:
+            if axis not in manual:
+                raise ValueError(
+                    f"{op}: axis_name: {axis!r} is not an axis of the enclosing"
+                    f" jax.shard_map, which has {', '.join(map(repr, manual))}"
+                )
+        left = [a for a in mesh.axis_names if a not in manual and sizes[a] > 1]
+        if left:
+            raise ValueError(
+                f"{op}: mesh axes {left} are not manual here; XLA would gather whole"
+                " arrays over them in front of the exchange. Let jax.shard_map map"
+                " all axes of the mesh (leave out its axis_names)"
+            )
+        return cls(axes=axes, num_ranks=math.prod(sizes[a] for a in axes))
+
+
+def meet(
+    group: Group, operands: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Returns what an exchange primitive is bound to: ``keys, rank, operands``.
+
+    Args:
+      group: the ranks that meet.
+      operands: all that the exchange reads.
+
+    Returns:
+      ``keys: int32[num_ranks, 4]``, this call's keys of all ranks; ``rank: int32[]``;
+      and the operands, all of which now vary over the same mesh axes.
+    """
+    varying = frozenset(group.axes).union(*map(_varying, operands))
+    operands = [_vary(x, varying) for x in operands]
+    key = _primitives.new_key(*operands)
+    keys = lax.all_gather(key, group.axis_name)
+    rank = _vary(jnp.asarray(lax.axis_index(group.axis_name), jnp.int32), varying)
+    return keys, rank, operands
+
+
+def _varying(x: jax.Array) -> frozenset[Hashable]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
+    missing = tuple(a for a in _mesh_order(axes) if a not in _varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _mesh_order(axes: frozenset[Hashable]) -> list[Hashable]:
+    return [a for a in jax.sharding.get_abstract_mesh().axis_names if a in axes]
+
+
+def exchange_timeout() -> float:
+    """Returns how long, in seconds, a rank waits for the others of its call."""
+    return float(_ffi.core().exchange_timeout())
+
+
+def set_exchange_timeout(seconds: float) -> None:
+    """Sets how long a rank waits for the others of its call before all of them fail.
+
+    At first it is 60 seconds, or what the environment variable
+    ``JAX_TURBOBUS_EXCHANGE_TIMEOUT_S`` says. It must outlast the longest computation
+    that one rank does while another already waits.
+
+    Args:
+      seconds: a positive number; holds for calls that begin from now on.
+
+    Raises:
+      ValueError: `seconds` is not positive.
+    """
+    _ffi.core().set_exchange_timeout(seconds)
+
+
+def _read_timeout_variable() -> None:
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if text is None:
+        return
+    try:
+        set_exchange_timeout(float(text))
+    except ValueError:
+        raise ValueError(
+            f"{_TIMEOUT_VARIABLE}: expected a positive number of seconds, got {text!r}"
+        ) from None
+
+
+_read_timeout_variable()
