@@ -32,7 +32,8 @@ PY_ARROWS = {
     "_ffi": {"_core", "_cuda"},
     "config": {"_ffi"},
     "_observe": {"_ffi"},
-    "topology": {"_ffi"},
+    "_discovery": set(),
+    "topology": {"_ffi", "_discovery"},
     "offload": {"_ffi"},
     "moe": {"_ffi"},
     "sim": {"_ffi"},
@@ -40,7 +41,7 @@ PY_ARROWS = {
     "profile": {"_ffi"},
     "bench": {"_ffi", *FEATURES},
     "demo": {"bench", *FEATURES},
-    "commands": {"_ffi", "bench", "demo", *FEATURES},
+    "commands": {"_ffi", "_discovery", "bench", "demo", *FEATURES},
 }
 
 

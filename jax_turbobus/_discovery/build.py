@@ -136,6 +136,7 @@ class _Builder:
     def add_nvlinks(self) -> None:
         """Bundles of bricks to other GPUs and to the NVSwitch fabric."""
         address_to_gpu = {gpu.pci_address: i for i, gpu in enumerate(self.gpus)}
+        all_addresses = {gpu.pci_address for gpu in self.nvml.gpus}
         over_nvlink = self._pairs(self.nvml.nvlink_pairs)
         has_fabric: set[int] = set()
         for index, gpu in enumerate(self.gpus):
@@ -148,7 +149,9 @@ class _Builder:
                 )
             by_end: dict[str, list[Brick]] = {}
             for brick in active:
-                by_end.setdefault(brick.remote or NVSWITCH, []).append(brick)
+                is_gpu = brick.remote in all_addresses
+                end = brick.remote if brick.remote and is_gpu else NVSWITCH
+                by_end.setdefault(end, []).append(brick)
             # With all bricks going one way, those that are down went there too.
             max_width = len(gpu.bricks) if len(by_end) == 1 else 0
             for end, bricks in sorted(by_end.items()):

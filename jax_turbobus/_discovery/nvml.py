@@ -20,7 +20,7 @@ NVSWITCH = "nvswitch"
 # NVML_P2P_CAPS_INDEX_READ is a tuple by accident and not accepted by the call.
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2
 _P2P_STATUS_OK = 0
-_REMOTE_IS_GPU, _REMOTE_IS_SWITCH = 0, 2
+_REMOTE_IS_SWITCH = 2
 # nvmlDeviceGetNvLinkVersion -> NVLink generation.
 _NVLINK_GENERATION = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
 # Performance states up to this one run the PCIe link at full speed; slower ones
@@ -35,8 +35,8 @@ class Brick:
     Attributes:
       is_active: the link is up.
       generation: of NVLink; 0: unknown.
-      remote: what is at its other end: a GPU's PCI address, `NVSWITCH`, or None
-        where NVML does not say.
+      remote: what is at its other end: a PCI address, `NVSWITCH`, or None where
+        NVML does not say.
       bytes_per_s: nominal, one direction; None: unknown.
     """
 
@@ -245,7 +245,7 @@ def _remote(reader: _Reader, handle: Any, link: int) -> str | None:
     if kind == _REMOTE_IS_SWITCH:
         return NVSWITCH
     pci = reader.ask(None, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-    if kind != _REMOTE_IS_GPU or pci is None:
+    if pci is None:
         return None
     try:
         return normalize_pci_address(_text(pci.busId))

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the topology and returns the exit status."""
+    """Returns the exit status, after printing the topology."""
     remarks: Sequence[str] = ()
     if args.file is None:
         found = discover()
@@ -67,7 +67,7 @@ def _gb(bytes_per_s: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Left-aligned words, right-aligned figures, two spaces between columns."""
+    """Returns a table: words to the left, figures to the right."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     is_figure = [
@@ -104,7 +104,7 @@ def _nodes(topology: Topology) -> str:
 
 
 def _kind(link: Link) -> str:
-    """What runs on the link: ``PCIe 4.0 x4 of x16``."""
+    """Returns what runs on the link, such as ``PCIe 4.0 x4 of x16``."""
 
     def of(now: int, most: int, form: str) -> str:
         if not now:
