@@ -1,0 +1,245 @@
+#include "moe/cuda/rows.cuh"
+
+namespace turbobus::moe::cuda {
+namespace {
+
+constexpr int kPaddingBlocks = 32;
+
+__device__ float WeightOf(const Shape& shape, const float* weights,
+                          int64_t token) {
+  if (weights == nullptr || Lane() >= shape.top_k) return 1;
+  return weights[token * shape.top_k + Lane()];
+}
+
+/// Adds the weighted rows of `bits`' slots, in slot order, at one vector.
+template <typename Pack>
+__device__ void AddRows(const Shape& shape, const uint8_t* rows,
+                        const Slots& slots, float weight, unsigned bits,
+                        int64_t vec, typename Pack::Acc (&sum)[Pack::kSize]) {
+  while (bits != 0) {
+    const int bit = PopBit(bits);
+    const int64_t row = __shfl_sync(kAllLanes, slots.position, bit);
+    const float scale = __shfl_sync(kAllLanes, weight, bit);
+    if (vec >= 0) {
+      reinterpret_cast<const Pack*>(rows + row * shape.row_bytes)[vec].AddTo(
+          sum, scale);
+    }
+  }
+}
+
+/// The vectors of a row, for a whole warp: those past the end are -1, so that
+/// all lanes take part in the shuffles.
+template <typename Body>
+__device__ void ForVectors(int64_t num_vecs, Body body) {
+  for (int64_t base = 0; base < num_vecs; base += kWarpSize) {
+    const int64_t vec = base + Lane();
+    body(vec < num_vecs ? vec : -1);
+  }
+}
+
+template <typename Pack>
+__global__ void __launch_bounds__(kThreads)
+    Partial(const __grid_constant__ Shape shape,
+            const __grid_constant__ CombineArgs args) {
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const int source = static_cast<int>(blockIdx.y) +
+                     (static_cast<int>(blockIdx.y) >= shape.rank ? 1 : 0);
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
+                                args.positions.of[source], token);
+  const unsigned here = slots.On(shape.rank);
+  if (here == 0) return;
+  const float weight = WeightOf(shape, args.weights.of[source], token);
+  auto* out = reinterpret_cast<Pack*>(
+      args.partials.of[source] +
+      (static_cast<int64_t>(shape.rank) * shape.num_tokens + token) *
+          shape.row_bytes);
+  ForVectors(shape.row_bytes / static_cast<int64_t>(sizeof(Pack)),
+             [&](int64_t vec) {
+               typename Pack::Acc sum[Pack::kSize] = {};
+               AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
+               if (vec >= 0) out[vec] = Pack::From(sum);
+             });
+}
+
+template <typename Pack>
+__global__ void __launch_bounds__(kThreads)
+    Sum(const __grid_constant__ Shape shape,
+        const __grid_constant__ CombineArgs args) {
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
+                                args.positions.of[shape.rank], token);
+  const float weight = WeightOf(shape, args.weights.of[shape.rank], token);
+  const unsigned here = slots.On(shape.rank);
+  const uint8_t* partials =
+      args.partials.of[shape.rank] + token * shape.row_bytes;
+  const int64_t stride =
+      static_cast<int64_t>(shape.num_tokens) * shape.row_bytes;
+  auto* out = reinterpret_cast<Pack*>(args.out + token * shape.row_bytes);
+  unsigned ranks = 0;  // That have sent a partial row.
+  for (int r = 0; r < shape.num_ranks; ++r) {
+    if (r != shape.rank && slots.On(r) != 0) ranks |= 1u << r;
+  }
+  ForVectors(
+      shape.row_bytes / static_cast<int64_t>(sizeof(Pack)), [&](int64_t vec) {
+        typename Pack::Acc sum[Pack::kSize] = {};
+        for (int r = 0; r < shape.num_ranks; ++r) {
+          if (r == shape.rank) {
+            AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
+          } else if ((ranks >> r & 1u) != 0 && vec >= 0) {
+            reinterpret_cast<const Pack*>(partials + r * stride)[vec].AddTo(sum,
+                                                                            1);
+          }
+        }
+        if (vec >= 0) out[vec] = Pack::From(sum);
+      });
+}
+
+/// One slot's gradients: writes weight · dy to its row, returns ⟨dy, row⟩ (to
+/// all lanes). `out_grad` may be the slot's own row gradient.
+template <typename Pack>
+__device__ float SlotGrad(const Shape& shape, const Pack* out_grad,
+                          const uint8_t* rows, uint8_t* row_grads, int64_t row,
+                          float weight) {
+  const auto* values =
+      reinterpret_cast<const Pack*>(rows + row * shape.row_bytes);
+  auto* grads = reinterpret_cast<Pack*>(row_grads + row * shape.row_bytes);
+  typename Pack::Acc dot = 0;
+  ForVectors(shape.row_bytes / static_cast<int64_t>(sizeof(Pack)),
+             [&](int64_t vec) {
+               if (vec < 0) return;
+               typename Pack::Acc grad[Pack::kSize] = {};
+               out_grad[vec].AddTo(grad, 1);
+               dot += values[vec].Dot(grad);
+               grads[vec] = Pack::From(grad, weight);
+             });
+  return static_cast<float>(WarpSum(dot));
+}
+
+template <typename Pack>
+__global__ void __launch_bounds__(kThreads)
+    GradSend(const __grid_constant__ Shape shape,
+             const __grid_constant__ CombineGradArgs args,
+             int num_send_blocks) {
+  uint8_t* const own = args.row_grads.of[shape.rank];
+  if (static_cast<int>(blockIdx.x) >= num_send_blocks) {
+    const int block = static_cast<int>(blockIdx.x) - num_send_blocks;
+    ZeroPadding<Pack>(
+        shape, args.group_sizes, own,
+        static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
+        static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
+    return;
+  }
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
+                                args.positions.of[shape.rank], token);
+  const float weight = WeightOf(shape, args.weights.of[shape.rank], token);
+  float* weight_grads = args.weight_grads.of[shape.rank] + token * shape.top_k;
+  if (Lane() < shape.top_k && slots.position < 0) weight_grads[Lane()] = 0;
+
+  const uint8_t* out_grad = args.out_grad + token * shape.row_bytes;
+  const bool is_target = slots.owner != shape.rank && slots.is_first();
+  uint8_t* target = is_target ? args.row_grads.of[slots.owner] +
+                                    slots.position * shape.row_bytes
+                              : nullptr;
+  CopyRow<Pack>(out_grad, target, __ballot_sync(kAllLanes, is_target),
+                shape.row_bytes);
+  for (unsigned bits = slots.On(shape.rank); bits != 0;) {
+    const int bit = PopBit(bits);
+    const float grad =
+        SlotGrad(shape, reinterpret_cast<const Pack*>(out_grad), args.rows, own,
+                 __shfl_sync(kAllLanes, slots.position, bit),
+                 __shfl_sync(kAllLanes, weight, bit));
+    if (Lane() == 0) weight_grads[bit] = grad;
+  }
+}
+
+template <typename Pack>
+__global__ void __launch_bounds__(kThreads)
+    GradExpand(const __grid_constant__ Shape shape,
+               const __grid_constant__ CombineGradArgs args) {
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const int source = static_cast<int>(blockIdx.y) +
+                     (static_cast<int>(blockIdx.y) >= shape.rank ? 1 : 0);
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
+                                args.positions.of[source], token);
+  const unsigned here = slots.On(shape.rank);
+  if (here == 0) return;
+  const float weight = WeightOf(shape, args.weights.of[source], token);
+  uint8_t* const own = args.row_grads.of[shape.rank];
+  const int first = __ffs(here) - 1;
+  const int64_t first_row = __shfl_sync(kAllLanes, slots.position, first);
+  const auto* out_grad =
+      reinterpret_cast<const Pack*>(own + first_row * shape.row_bytes);
+  float* weight_grads = args.weight_grads.of[source] + token * shape.top_k;
+  // The first slot's row holds `dy` until all others have read it.
+  for (unsigned bits = here & (here - 1);;) {
+    const int bit = bits != 0 ? PopBit(bits) : first;
+    const float grad = SlotGrad(shape, out_grad, args.rows, own,
+                                __shfl_sync(kAllLanes, slots.position, bit),
+                                __shfl_sync(kAllLanes, weight, bit));
+    if (Lane() == 0) weight_grads[bit] = grad;
+    if (bit == first) break;
+  }
+}
+
+dim3 PeerGrid(const Shape& shape) {
+  return {static_cast<unsigned>(NumBlocks(shape.num_tokens)),
+          static_cast<unsigned>(shape.num_ranks - 1), 1};
+}
+
+bool HasPeerTokens(const Shape& shape) {
+  return shape.num_ranks > 1 && shape.num_tokens > 0;
+}
+
+}  // namespace
+
+cudaError_t LaunchPartial(const Shape& shape, DType dtype,
+                          const CombineArgs& args, cudaStream_t stream) {
+  if (!HasPeerTokens(shape)) return cudaSuccess;
+  return ForPack(dtype, shape.row_bytes, [&](auto pack) {
+    Partial<decltype(pack)>
+        <<<PeerGrid(shape), kThreads, 0, stream>>>(shape, args);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
+                      cudaStream_t stream) {
+  if (shape.num_tokens == 0) return cudaSuccess;
+  return ForPack(dtype, shape.row_bytes, [&](auto pack) {
+    Sum<decltype(pack)>
+        <<<NumBlocks(shape.num_tokens), kThreads, 0, stream>>>(shape, args);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
+                           const CombineGradArgs& args, cudaStream_t stream) {
+  const int num_send_blocks = NumBlocks(shape.num_tokens);
+  return ForPack(dtype, shape.row_bytes, [&](auto pack) {
+    GradSend<decltype(pack)>
+        <<<num_send_blocks + kPaddingBlocks, kThreads, 0, stream>>>(
+            shape, args, num_send_blocks);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchGradExpand(const Shape& shape, DType dtype,
+                             const CombineGradArgs& args, cudaStream_t stream) {
+  if (!HasPeerTokens(shape)) return cudaSuccess;
+  return ForPack(dtype, shape.row_bytes, [&](auto pack) {
+    GradExpand<decltype(pack)>
+        <<<PeerGrid(shape), kThreads, 0, stream>>>(shape, args);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace turbobus::moe::cuda

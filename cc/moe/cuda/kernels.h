@@ -1,0 +1,124 @@
+#ifndef TURBOBUS_MOE_CUDA_KERNELS_H_
+#define TURBOBUS_MOE_CUDA_KERNELS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+// The kernels of the expert exchange (docs/gpu_exchange.md). Each `Launch…`
+// only enqueues on `stream`, on the current device, and returns the launch's
+// status. Pointers are device pointers; those in `Peers` may be another GPU's
+// memory.
+
+namespace turbobus::moe::cuda {
+
+inline constexpr int kMaxRanks = 16;
+/// Slots of a token that the kernels hold in one warp.
+inline constexpr int kMaxTopK = 32;
+/// Experts whose counters fit in a block's shared memory.
+inline constexpr int kMaxExperts = 1024;
+
+enum class DType : int { kF32, kF64, kF16, kBF16, kOther };
+
+/// What all kernels of one exchange know.
+struct Shape {
+  int rank = 0;
+  int num_ranks = 1;
+  int num_tokens = 0;  // On each rank.
+  int top_k = 1;
+  int num_experts = 1;
+  int num_local_experts = 1;
+  int64_t row_bytes = 0;
+  /// Rows of a result; packed: `recv_capacity`, padded: experts x capacity.
+  int64_t num_rows = 0;
+  /// 0: rows are packed by expert; else each local expert has this many.
+  int expert_capacity = 0;
+};
+
+template <typename T>
+struct Peers {
+  T* of[kMaxRanks] = {};
+};
+
+/// Tokens that one block of the plan and of the send kernels handles.
+int TokensPerBlock(const Shape& shape);
+int NumPlanBlocks(const Shape& shape);
+/// Bytes of `block_offsets`: s32[num plan blocks, num_experts].
+int64_t PlanScratchBytes(const Shape& shape);
+
+/// Counts this rank's slots by expert: `counts` s32[num_experts], and for each
+/// block of tokens how many slots of an expert come before it
+/// (`block_offsets`). Ids outside [0, num_experts) count nowhere.
+cudaError_t LaunchPlan(const Shape& shape, const int32_t* expert_ids,
+                       int32_t* counts, int32_t* block_offsets,
+                       cudaStream_t stream);
+
+struct SendArgs {
+  Peers<const int32_t> counts;   // Each rank's, from its plan.
+  Peers<uint8_t> rows;           // Each rank's result.
+  const int32_t* expert_ids;     // s32[num_tokens, top_k]
+  const int32_t* block_offsets;  // From this rank's plan.
+  const uint8_t* tokens;         // [num_tokens, row]
+  int32_t* positions;            // s32[num_tokens, top_k], written here.
+  int32_t* group_sizes;          // s32[num_local_experts]: rows kept.
+  int32_t* overflow;             // s32[1]: rows wanted beyond capacity.
+  /// Whether a token goes once to each rank (expand follows) or once a copy.
+  bool is_deduplicated;
+};
+
+/// Writes each token to its rows, `positions` (the row at its expert's rank, or
+/// -1: masked or dropped), the group sizes of this rank's experts, and zeroes
+/// this rank's padding rows.
+cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
+                       cudaStream_t stream);
+
+/// Copies rows of this rank's result to the further places that their tokens
+/// have on it (after a deduplicated send of all ranks is done).
+cudaError_t LaunchExpand(const Shape& shape, const Peers<const int32_t>& ids,
+                         const Peers<const int32_t>& positions, uint8_t* rows,
+                         cudaStream_t stream);
+
+struct CombineArgs {
+  Peers<const int32_t> expert_ids;
+  Peers<const int32_t> positions;
+  /// f32[num_tokens, top_k] of each rank; null: all ones.
+  Peers<const float> weights;
+  const uint8_t* rows;      // This rank's experts' results.
+  Peers<uint8_t> partials;  // Each rank's [num_ranks, num_tokens, row].
+  uint8_t* out;             // [num_tokens, row]
+};
+
+/// Writes this rank's share of every peer's tokens into that peer's `partials`.
+cudaError_t LaunchPartial(const Shape& shape, DType dtype,
+                          const CombineArgs& args, cudaStream_t stream);
+
+/// `out` = this rank's own rows and all ranks' partial rows, added in rank
+/// order in float32 (float64 for float64).
+cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
+                      cudaStream_t stream);
+
+struct CombineGradArgs {
+  Peers<const int32_t> expert_ids;
+  Peers<const int32_t> positions;
+  Peers<const float> weights;
+  const uint8_t* out_grad;     // [num_tokens, row], of this rank's tokens.
+  const uint8_t* rows;         // What combine summed on this rank.
+  Peers<uint8_t> row_grads;    // Each rank's result, as `rows`.
+  Peers<float> weight_grads;   // f32[num_tokens, top_k] of each rank.
+  const int32_t* group_sizes;  // Of this rank, for its padding.
+};
+
+/// Sends `out_grad` to the first place of each token on each peer; finishes the
+/// slots that stay on this rank; zeroes this rank's padding and the weight
+/// gradients of slots that have no row.
+cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
+                           const CombineGradArgs& args, cudaStream_t stream);
+
+/// On the expert's rank, for the peers' tokens: row gradients, and weight
+/// gradients written to the token's rank.
+cudaError_t LaunchGradExpand(const Shape& shape, DType dtype,
+                             const CombineGradArgs& args, cudaStream_t stream);
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_KERNELS_H_

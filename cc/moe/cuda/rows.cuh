@@ -1,0 +1,244 @@
+#ifndef TURBOBUS_MOE_CUDA_ROWS_CUH_
+#define TURBOBUS_MOE_CUDA_ROWS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "moe/cuda/kernels.h"
+
+// What the kernels share: one warp works on one token's rows; lane j < top_k
+// holds what is known of its slot j.
+
+namespace turbobus::moe::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kThreads = 256;
+inline constexpr int kWarpsPerBlock = kThreads / kWarpSize;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ inline int Lane() { return threadIdx.x % kWarpSize; }
+__device__ inline int WarpInBlock() { return threadIdx.x / kWarpSize; }
+
+/// Which lanes' slots have a row, and where.
+struct Slots {
+  int position = -1;   // This lane's row, or -1.
+  int owner = -1;      // The rank that holds it.
+  unsigned valid = 0;  // Lanes with a row anywhere.
+  unsigned same = 0;   // Valid lanes whose row is on this lane's rank.
+
+  /// Valid lanes whose row is on `rank`; all lanes call together.
+  __device__ unsigned On(int rank) const {
+    return __ballot_sync(kAllLanes, position >= 0 && owner == rank);
+  }
+  /// Whether this lane's row is its token's first on that rank.
+  __device__ bool is_first() const {
+    return position >= 0 && __ffs(same) - 1 == Lane();
+  }
+};
+
+__device__ inline Slots MakeSlots(int position, int owner) {
+  Slots slots;
+  slots.position = position;
+  slots.owner = owner;
+  slots.valid = __ballot_sync(kAllLanes, position >= 0);
+  slots.same = __match_any_sync(kAllLanes, position >= 0 ? owner : -1);
+  return slots;
+}
+
+/// Reads one token's slots out of its rank's tables.
+__device__ inline Slots ReadSlots(const Shape& shape, const int32_t* expert_ids,
+                                  const int32_t* positions, int64_t token) {
+  int position = -1;
+  int owner = -1;
+  const int lane = Lane();
+  if (lane < shape.top_k) {
+    const int64_t slot = token * shape.top_k + lane;
+    position = positions[slot];
+    if (position >= 0) owner = expert_ids[slot] / shape.num_local_experts;
+  }
+  return MakeSlots(position, owner);
+}
+
+/// The index of the lowest set bit, which is cleared.
+__device__ inline int PopBit(unsigned& bits) {
+  const int bit = __ffs(bits) - 1;
+  bits &= bits - 1;
+  return bit;
+}
+
+/// Copies a row to one place for each bit of `targets`: lane `bit` holds that
+/// place in `target`. The whole warp takes part.
+template <typename Vec>
+__device__ inline void CopyRow(const uint8_t* source, uint8_t* target,
+                               unsigned targets, int64_t row_bytes) {
+  constexpr int kUnroll = 4;
+  const auto* from = reinterpret_cast<const Vec*>(source);
+  const int64_t num_vecs = row_bytes / static_cast<int64_t>(sizeof(Vec));
+  const int lane = Lane();
+  for (int64_t base = 0; base < num_vecs; base += kUnroll * kWarpSize) {
+    Vec part[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = base + u * kWarpSize + lane;
+      if (i < num_vecs) part[u] = from[i];
+    }
+    for (unsigned bits = targets; bits != 0;) {
+      const int bit = PopBit(bits);
+      auto* to = reinterpret_cast<Vec*>(__shfl_sync(
+          kAllLanes, reinterpret_cast<unsigned long long>(target), bit));
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = base + u * kWarpSize + lane;
+        if (i < num_vecs) to[i] = part[u];
+      }
+    }
+  }
+}
+
+/// Zeroes rows [begin, end); the warps of `num_warps` share them.
+template <typename Vec>
+__device__ inline void ZeroRows(uint8_t* rows, int64_t begin, int64_t end,
+                                int64_t row_bytes, int64_t warp,
+                                int64_t num_warps) {
+  const int64_t num_vecs = row_bytes / static_cast<int64_t>(sizeof(Vec));
+  for (int64_t row = begin + warp; row < end; row += num_warps) {
+    auto* to = reinterpret_cast<Vec*>(rows + row * row_bytes);
+    for (int64_t i = Lane(); i < num_vecs; i += kWarpSize) to[i] = Vec{};
+  }
+}
+
+/// The rows of this rank's result that no token has: behind all of them where
+/// rows are packed, behind each expert's where they are padded.
+template <typename Vec>
+__device__ inline void ZeroPadding(const Shape& shape,
+                                   const int32_t* group_sizes, uint8_t* rows,
+                                   int64_t warp, int64_t num_warps) {
+  if (shape.expert_capacity > 0) {
+    for (int expert = 0; expert < shape.num_local_experts; ++expert) {
+      const int64_t first =
+          static_cast<int64_t>(expert) * shape.expert_capacity;
+      ZeroRows<Vec>(rows, first + group_sizes[expert],
+                    first + shape.expert_capacity, shape.row_bytes, warp,
+                    num_warps);
+    }
+    return;
+  }
+  int64_t kept = 0;
+  for (int expert = 0; expert < shape.num_local_experts; ++expert) {
+    kept += group_sizes[expert];
+  }
+  ZeroRows<Vec>(rows, kept, shape.num_rows, shape.row_bytes, warp, num_warps);
+}
+
+// Elements as the kernels calculate with them.
+
+template <typename T>
+struct Arithmetic {
+  using Acc = float;
+  __device__ static float Load(T value) { return static_cast<float>(value); }
+  __device__ static T Store(float value) { return static_cast<T>(value); }
+};
+template <>
+struct Arithmetic<double> {
+  using Acc = double;
+  __device__ static double Load(double value) { return value; }
+  __device__ static double Store(double value) { return value; }
+};
+template <>
+struct Arithmetic<__half> {
+  using Acc = float;
+  __device__ static float Load(__half value) { return __half2float(value); }
+  __device__ static __half Store(float value) { return __float2half_rn(value); }
+};
+template <>
+struct Arithmetic<__nv_bfloat16> {
+  using Acc = float;
+  __device__ static float Load(__nv_bfloat16 value) {
+    return __bfloat162float(value);
+  }
+  __device__ static __nv_bfloat16 Store(float value) {
+    return __float2bfloat16_rn(value);
+  }
+};
+
+/// N elements that are loaded and stored at once.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  static constexpr int kSize = N;
+  using Element = T;
+  using Acc = typename Arithmetic<T>::Acc;
+  T element[N];
+
+  __device__ void AddTo(Acc (&sum)[N], Acc scale) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum[i] += scale * Arithmetic<T>::Load(element[i]);
+    }
+  }
+  __device__ static Pack From(const Acc (&sum)[N], Acc scale = 1) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      pack.element[i] = Arithmetic<T>::Store(scale * sum[i]);
+    }
+    return pack;
+  }
+  __device__ Acc Dot(const Acc (&other)[N]) const {
+    Acc sum = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum += Arithmetic<T>::Load(element[i]) * other[i];
+    }
+    return sum;
+  }
+};
+
+template <typename T>
+__device__ inline T WarpSum(T value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, offset);
+  }
+  return value;
+}
+
+/// Calls `launch` with a value of the widest vector type that rows of
+/// `row_bytes` are made of.
+template <typename Launch>
+cudaError_t ForVector(int64_t row_bytes, Launch launch) {
+  if (row_bytes % 16 == 0) return launch(uint4{});
+  if (row_bytes % 8 == 0) return launch(uint2{});
+  if (row_bytes % 4 == 0) return launch(uint32_t{});
+  if (row_bytes % 2 == 0) return launch(uint16_t{});
+  return launch(uint8_t{});
+}
+
+/// The same with a `Pack` of the dtype's elements.
+template <typename Launch>
+cudaError_t ForPack(DType dtype, int64_t row_bytes, Launch launch) {
+  const bool is_wide = row_bytes % 16 == 0;
+  switch (dtype) {
+    case DType::kF32:
+      return is_wide ? launch(Pack<float, 4>{}) : launch(Pack<float, 1>{});
+    case DType::kF64:
+      return is_wide ? launch(Pack<double, 2>{}) : launch(Pack<double, 1>{});
+    case DType::kF16:
+      return is_wide ? launch(Pack<__half, 8>{}) : launch(Pack<__half, 1>{});
+    case DType::kBF16:
+      return is_wide ? launch(Pack<__nv_bfloat16, 8>{})
+                     : launch(Pack<__nv_bfloat16, 1>{});
+    case DType::kOther:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+inline int NumBlocks(int64_t num_warps) {
+  return static_cast<int>((num_warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
+}
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_ROWS_CUH_
