@@ -18,10 +18,12 @@ class NumaFacts:
       number: the kernel's number of the node.
       distances: to each node by its number, 10 being its own memory; empty: not
         known.
+      cpus: the kernel's numbers of its processors; empty: not known.
     """
 
     number: int
     distances: dict[int, int]
+    cpus: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,18 @@ class Sysfs:
                     distances=dict(zip(online, distances, strict=True))
                     if known
                     else {},
+                    cpus=frozenset(
+                        parse_list(self._read(folder / f"node{number}/cpulist"))
+                    ),
                 )
             )
         return nodes
+
+    def transparent_hugepages(self) -> str:
+        """Returns ``"always"``, ``"madvise"``, ``"never"``, or "" if unknown."""
+        text = self._read(self._root / "kernel/mm/transparent_hugepage/enabled")
+        match = re.search(r"\[(\w+)\]", text)
+        return match[1] if match else ""
 
     def pci(self, address: str) -> PciFacts:
         """Returns where the device at a PCI address sits.

@@ -1,0 +1,316 @@
+"""`python -m jax_turbobus doctor`: what works here, what does not, and why."""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+import jaxlib
+import numpy as np
+
+import jax_turbobus
+from jax_turbobus import _ffi
+from jax_turbobus._discovery.limits import HostLimits, read_limits
+from jax_turbobus._discovery.sysfs import Sysfs
+from jax_turbobus.topology import Discovery, discover
+
+__all__ = ["Check", "add_arguments", "gpu_checks", "host_checks", "run"]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding.
+
+    Attributes:
+      status: ``"ok"``; ``"note"``: good to know; ``"warn"``: works, but slower or
+        smaller than it could; ``"broken"``: does not work.
+      text: what was found.
+      hint: what to do; may be empty.
+    """
+
+    status: Literal["ok", "note", "warn", "broken"]
+    text: str
+    hint: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if anything is broken, 0 otherwise, after printing findings."""
+    checks = [
+        check
+        for group in (_software, _memory_kinds, _round_trip, _gpus, _host)
+        for check in _guarded(group)
+    ]
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        for check in checks:
+            word = "BROKEN" if check.status == "broken" else check.status
+            print(f"{word:6} {check.text}")
+            if check.hint:
+                print(f"{'':6}   -> {check.hint}")
+    return int(any(check.status == "broken" for check in checks))
+
+
+def _guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """Yields the group's findings, and its failure as one more."""
+    try:
+        yield from group()
+    except Exception as error:  # noqa: BLE001 - whatever fails here is the finding
+        name = group.__name__.strip("_").replace("_", " ")
+        lines = str(error).strip().splitlines() or [""]
+        yield Check("broken", f"{name}: {type(error).__name__}: {lines[0]}")
+
+
+def _software() -> Iterator[Check]:
+    yield Check(
+        "ok",
+        f"jax_turbobus {jax_turbobus.__version__}, jax {jax.__version__}, jaxlib "
+        f"{jaxlib.version.__version__}, Python {platform.python_version()}",
+    )
+    core = _ffi.core()
+    major, minor = core.ffi_api_version
+    targets = core.ffi_targets()
+    yield Check("ok", f"C++ core: XLA FFI {major}.{minor}, {len(targets)} targets")
+    if os.environ.get("JAX_TURBOBUS_DISABLE", "0") not in ("", "0"):
+        yield Check(
+            "warn",
+            "JAX_TURBOBUS_DISABLE is set: transfers are JAX's own",
+            "unset it to pool links",
+        )
+
+
+def _memory_kinds() -> Iterator[Check]:
+    devices = jax.local_devices()
+    kinds = sorted({device.device_kind for device in devices})
+    yield Check(
+        "ok",
+        f"backend {jax.default_backend()}: {len(devices)} device(s), "
+        f"{', '.join(kinds)}",
+    )
+    for device in devices[:1]:
+        memories = [memory.kind for memory in device.addressable_memories()]
+        text = f"memory kinds: {', '.join(memories)}"
+        if "pinned_host" in memories:
+            yield Check("ok", text)
+        else:
+            yield Check(
+                "broken",
+                f"{text}; no pinned_host, so nothing can be offloaded",
+                "use a CPU, GPU or TPU backend of jax >= 0.10.2",
+            )
+
+
+def _round_trip() -> Iterator[Check]:
+    """Yields whether bytes survive the way to the device and back, in jit."""
+    device = jax.local_devices()[0]
+    words = np.arange(_MIB // 4, dtype=np.uint32)
+    on_host = jax.device_put(
+        words, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    )
+
+    def there_and_back(x: jax.Array) -> Any:
+        return jax_turbobus.to_host(jax_turbobus.to_device(x) + np.uint32(1))
+
+    back = np.asarray(jax.jit(there_and_back)(on_host))
+    if np.array_equal(back, words + np.uint32(1)):
+        yield Check("ok", "1 MiB to the device and back inside jit: every bit right")
+    else:
+        wrong = int(np.count_nonzero(back != words + np.uint32(1)))
+        yield Check(
+            "broken",
+            f"1 MiB to the device and back inside jit: {wrong} of {words.size} words "
+            f"wrong",
+            "report this, with the output of this command",
+        )
+
+
+def _gpus() -> Iterator[Check]:
+    sysfs = Sysfs()
+    cpus = {f"numa{node.number}": node.cpus for node in sysfs.numa_nodes()}
+    num_gpus = 0
+    if jax.default_backend() == "gpu":
+        num_gpus = len(jax.local_devices())
+    has_cuda = importlib.util.find_spec("jax_turbobus._cuda") is not None
+    return gpu_checks(
+        discover(),
+        num_jax_gpus=num_gpus,
+        has_cuda=has_cuda,
+        node_cpus=cpus,
+        own_cpus=frozenset(os.sched_getaffinity(0)),
+        environ=os.environ,
+    )
+
+
+def gpu_checks(
+    found: Discovery,
+    *,
+    num_jax_gpus: int,
+    has_cuda: bool,
+    node_cpus: Mapping[str, frozenset[int]],
+    own_cpus: frozenset[int],
+    environ: Mapping[str, str],
+) -> Iterator[Check]:
+    """Yields what can be said about GPUs and their links.
+
+    Args:
+      found: what discovery found.
+      num_jax_gpus: local GPUs that JAX sees.
+      has_cuda: the CUDA half of the package was built.
+      node_cpus: processors by NUMA node.
+      own_cpus: processors that this process may run on.
+      environ: environment variables.
+    """
+    topology = found.topology
+    if not topology.gpus:
+        why = f" ({found.remarks[0]})" if found.remarks else ""
+        yield Check("note", f"no GPU{why}: transfers are plain copies in host memory")
+        return
+    names = ", ".join(sorted({gpu.name for gpu in topology.gpus}))
+    yield Check("ok", f"{len(topology.gpus)} GPU(s): {names}; driver {found.driver}")
+    for remark in found.remarks:
+        yield Check("note", remark)
+    if num_jax_gpus == 0:
+        yield Check(
+            "warn",
+            "the driver shows GPUs, but JAX does not use them",
+            "pip install 'jax[cuda13]', and see that JAX_PLATFORMS allows cuda",
+        )
+    elif num_jax_gpus != len(topology.gpus):
+        yield Check(
+            "warn",
+            f"JAX sees {num_jax_gpus} of {len(topology.gpus)} GPUs",
+            "check CUDA_VISIBLE_DEVICES and jax_cuda_visible_devices",
+        )
+    if not has_cuda:
+        yield Check(
+            "warn",
+            "the package was built without its CUDA half: GPU transfers are JAX's own",
+            "install nvcc, then `pip install --force-reinstall .`",
+        )
+    for gpu in topology.gpus:
+        relays = [path.relay for path in topology.paths(gpu.index, "h2d")[1:]]
+        if relays:
+            pooled = topology.pooled_bandwidth(gpu.index, "h2d")
+            direct = topology.paths(gpu.index, "h2d")[0].bandwidth_bytes_per_s
+            lenders = ", ".join(f"gpu{relay}" for relay in relays)
+            yield Check(
+                "ok",
+                f"gpu{gpu.index}: can borrow the links of {lenders}; to the device "
+                f"up to {pooled / 1e9:.0f} GB/s instead of {direct / 1e9:.0f}",
+            )
+        else:
+            why = _why_no_relay(found, gpu.index)
+            yield Check("note", f"gpu{gpu.index}: borrows no link: {why}")
+        node = topology.numa_nodes[gpu.numa_node].id
+        near = node_cpus.get(node, frozenset())
+        if near and not near & own_cpus:
+            yield Check(
+                "warn",
+                f"gpu{gpu.index} is near {node}, whose processors this process may "
+                f"not use: host buffers will lie on the far side",
+                "run it with `numactl --cpunodebind` on that node, or on all nodes",
+            )
+    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "cuda_async":
+        yield Check(
+            "note",
+            "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: its memory cannot be handed to "
+            "another process, so a node service is not used",
+        )
+
+
+def _why_no_relay(found: Discovery, gpu: int) -> str:
+    topology = found.topology
+    others = [other.index for other in topology.gpus if other.index != gpu]
+    if not others:
+        return "there is no other GPU"
+    peers = [other for other in others if topology.has_peer_access(gpu, other)]
+    if not peers:
+        return "no GPU has peer access to it"
+    if not any(topology.can_relay(gpu, peer) for peer in peers):
+        return "its peers are reached at less than twice a PCIe link's rate"
+    return "its peers share its PCIe switch"
+
+
+def _host() -> Iterator[Check]:
+    thp = Sysfs().transparent_hugepages()
+    uses_gpus = jax.default_backend() == "gpu"
+    return host_checks(read_limits(), thp=thp, uses_gpus=uses_gpus)
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= _GIB:
+        return f"{size_bytes / _GIB:.1f} GiB"
+    return f"{size_bytes / _MIB:.1f} MiB"
+
+
+def host_checks(limits: HostLimits, *, thp: str, uses_gpus: bool) -> Iterator[Check]:
+    """Yields what can be said about host memory.
+
+    Args:
+      limits: of this process.
+      thp: the kernel's mode of transparent huge pages; empty: unknown.
+      uses_gpus: JAX's backend is CUDA.
+    """
+    pinnable = limits.pinnable()
+    if pinnable is not None:
+        size, reason = pinnable
+        free = "" if limits.available is None else f", {_size(limits.available)} free"
+        used = (
+            "" if limits.cgroup_used is None else f", {_size(limits.cgroup_used)} used"
+        )
+        yield Check(
+            "ok",
+            f"host memory: at most {_size(size)} ({reason}"
+            f"{used if reason == 'the cgroup' else free})",
+        )
+    if uses_gpus:
+        size = limits.xla_pinned
+        is_too_much = pinnable is not None and size > pinnable[0]
+        yield Check(
+            "warn" if is_too_much else "note",
+            f"XLA pins at most {_size(size)} of host memory"
+            + (", which is more than there is" if is_too_much else ""),
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB changes it",
+        )
+    if limits.memlock is None:
+        yield Check("ok", "locked memory (RLIMIT_MEMLOCK): no limit")
+    else:
+        yield Check(
+            "note",
+            f"locked memory (RLIMIT_MEMLOCK): {_size(limits.memlock)}; memory that "
+            f"CUDA pins does not count",
+            "raise it with `ulimit -l` where a program locks memory itself",
+        )
+    if limits.shm_total is None or limits.shm_free is None:
+        yield Check("warn", "/dev/shm: not there", "mount a tmpfs on it")
+    elif limits.shm_total < _GIB:
+        yield Check(
+            "warn",
+            f"/dev/shm: {_size(limits.shm_total)}, {_size(limits.shm_free)} free; NCCL "
+            f"and shared host buffers need more",
+            "start the container with --shm-size=8g or more",
+        )
+    else:
+        yield Check(
+            "ok",
+            f"/dev/shm: {_size(limits.shm_total)}, {_size(limits.shm_free)} free",
+        )
+    if thp == "never":
+        yield Check(
+            "warn",
+            "transparent huge pages are off: first use of large buffers is slow",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
