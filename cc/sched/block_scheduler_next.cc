@@ -233,7 +233,7 @@ int64_t BlockScheduler::MaxBytes(const TransferState& transfer,
   if (lane.late.is_backed_off() && lane.is_relay) {
     bytes = std::min(bytes, std::max(bytes / kProbeParts, kMinBlockBytes));
   }
-  return std::min({bytes, lane.window_bytes, transfer.chunk_left_bytes});
+  return std::min(bytes, lane.window_bytes);
 }
 
 BlockScheduler::Piece BlockScheduler::DirectPiece(const TransferState& transfer,

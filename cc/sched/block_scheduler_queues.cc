@@ -125,7 +125,8 @@ void BlockScheduler::TakeFromChunk(int t, int64_t num_bytes) {
     return;
   }
   if (transfer.chunk_left_bytes > 0) return;
-  // The next chunk enters the queue behind everybody who came meanwhile.
+  // A chunk ends with the block that reaches its end (a block cut to fit would
+  // waste a slot). The next one enters the queue behind whoever came meanwhile.
   transfer.chunk_left_bytes =
       std::min(transfer.left_bytes, tables_.config.chunk_bytes);
   transfer.sequence = next_sequence_++;
