@@ -20,16 +20,22 @@ struct BlockCopy {
 
 struct BlockDone {
   uint64_t id = 0;
-  Status status;
+  /// Not OK: some bytes of `dst` may have been written, none will be any more.
+  /// UNAVAILABLE means that the lane is gone, and stays so.
+  Status status{};
+  /// When the lane turned to the block, when its bytes had reached the relay (0
+  /// on a direct lane) and when they had reached `dst`.
   int64_t start_ns = 0;
+  int64_t relayed_ns = 0;
   int64_t end_ns = 0;
 };
 
 /// Copies blocks on paths. What the engine's control thread drives.
 ///
-/// `Issue`, `Wait` and `RemoveLane` are called by that one thread only; `Wake`
-/// may be called by any. Buffers belong to the caller and stay valid until the
-/// block is done.
+/// `Issue`, `Wait` and `Drop` are called by that one thread only; `Wake` and
+/// `NowNs` by any. Buffers belong to the caller and stay valid until `Wait` has
+/// returned the block: only then does nobody touch them any more. A transport
+/// is destroyed when no block is in flight.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -37,12 +43,17 @@ class Transport {
   /// Lane i runs on `paths()[i]`; fixed for the transport's life.
   virtual const std::vector<topo::Path>& paths() const = 0;
 
-  /// Starts a copy; never blocks. An error means that nothing was started.
+  /// Starts a copy; never blocks. An error means that nothing was started;
+  /// UNAVAILABLE, that the lane is gone.
   virtual Status Issue(const BlockCopy& copy) = 0;
 
   /// Waits for blocks to be done, for `Wake`, or until `timeout_ns` (< 0: no
   /// limit) has passed; returns how many entries of `done` it filled.
   virtual int Wait(std::span<BlockDone> done, int64_t timeout_ns) = 0;
+
+  /// Nobody wants this block any more: it may end early, with CANCELLED. `Wait`
+  /// returns it all the same. Never blocks; an unknown id is ignored.
+  virtual void Drop(uint64_t id) { static_cast<void>(id); }
 
   /// Makes a `Wait` under way, or else the next one, return.
   virtual void Wake() = 0;
