@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <string>
-#include <system_error>
 #include <utility>
 
+#include "base/thread.h"
 #include "transport/host/memory_copy.h"
 
 namespace turbobus::transport::host {
@@ -40,13 +39,13 @@ StatusOr<std::unique_ptr<CopyPool>> CopyPool::Create(int num_threads) {
   if (num_threads <= 0) num_threads = std::clamp(UsableCpus(), 1, kMaxThreads);
   std::unique_ptr<CopyPool> pool(new CopyPool);
   for (int i = 0; i < num_threads; ++i) {
-    try {
-      pool->threads_.emplace_back([pool = pool.get()] { pool->Run(); });
-    } catch (const std::system_error& error) {
+    StatusOr<std::thread> thread =
+        StartThread("tb-copy", [pool = pool.get()] { pool->Run(); });
+    if (!thread.ok()) {
       if (i > 0) break;  // Fewer threads copy as well.
-      return ResourceExhausted(
-          std::string("copy pool: cannot start a thread: ") + error.what());
+      return thread.status().WithContext("copy pool");
     }
+    pool->threads_.push_back(std::move(thread).value());
   }
   return pool;
 }

@@ -171,7 +171,7 @@ void LinkEmulator::StartHop(uint64_t id, Block& block) {
   block.is_active = true;
   block.is_copying = true;
   block.has_streamed = false;
-  if (block.hop == 0) block.done.start_ns = now_ns_;
+  (block.hop == 0 ? block.done.start_ns : block.done.resumed_ns) = now_ns_;
   copies_.push_back(
       {.id = id, .lane = block.lane, .hop = block.hop, .slot = block.slot});
   if (hop.latency_ns > 0) {
