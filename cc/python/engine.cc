@@ -1,7 +1,352 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "engine/engine.h"
+#include "engine/fork.h"
+#include "engine/host_engine.h"
 #include "python/bindings.h"
+#include "sched/scheduler.h"
+#include "topo/topology.h"
 
 namespace turbobus::python {
+namespace {
 
-void BindEngine(pybind11::module_& module) { static_cast<void>(module); }
+namespace py = pybind11;
+using std::chrono::steady_clock;
+
+const char* DirectionName(topo::Direction direction) {
+  return direction == topo::Direction::kH2d ? "h2d" : "d2h";
+}
+
+topo::Direction ParseDirection(const std::string& name) {
+  if (name == "h2d") return topo::Direction::kH2d;
+  if (name == "d2h") return topo::Direction::kD2h;
+  throw py::value_error("direction: expected 'h2d' or 'd2h', got '" + name + "'");
+}
+
+sched::Mode ParseMode(const std::string& name) {
+  if (name == "free-running") return sched::Mode::kFreeRunning;
+  if (name == "lock-step") return sched::Mode::kLockStep;
+  throw py::value_error("mode: expected 'free-running' or 'lock-step', got '" + name +
+                        "'");
+}
+
+/// How a transfer ended; what its callback and its waiter share.
+class Outcome {
+ public:
+  void Set(Status status) {
+    {
+      const std::lock_guard lock(mutex_);
+      status_ = std::move(status);
+    }
+    changed_.notify_all();
+  }
+
+  std::optional<Status> WaitUntil(steady_clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, deadline, [this] { return status_.has_value(); });
+    return status_;
+  }
+
+  void Wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return status_.has_value(); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Status> status_;
+};
+
+/// A transfer between two buffers of Python's, which it holds until it is over.
+class PyTransfer {
+ public:
+  PyTransfer(std::shared_ptr<engine::Engine> engine, int gpu,
+             topo::Direction direction, const py::buffer& src, const py::buffer& dst,
+             int numa_node)
+      : engine_(std::move(engine)),
+        src_(src.request()),
+        dst_(dst.request(/*writable=*/true)) {
+    const int64_t size_bytes = src_.size * src_.itemsize;
+    if (dst_.size * dst_.itemsize != size_bytes) {
+      throw py::value_error(
+          "dst: expected " + std::to_string(size_bytes) + " bytes as in src, got " +
+          std::to_string(dst_.size * dst_.itemsize));
+    }
+    if (!PyBuffer_IsContiguous(src_.view(), 'C') ||
+        !PyBuffer_IsContiguous(dst_.view(), 'C')) {
+      throw py::value_error("src, dst: expected contiguous buffers");
+    }
+    engine::Request request;
+    request.gpu = gpu;
+    request.direction = direction;
+    request.src = src_.ptr;
+    request.dst = dst_.ptr;
+    request.size_bytes = size_bytes;
+    request.numa_node = numa_node;
+    request.done = [outcome = outcome_](Status status) {
+      outcome->Set(std::move(status));
+    };
+    id_ = ValueOrRaise(engine_->Submit(std::move(request)));
+  }
+
+  ~PyTransfer() {
+    if (id_ == 0) return;
+    const py::gil_scoped_release release;
+    // The buffers must not go while somebody writes to them. In the child of a
+    // fork nobody does.
+    if (!is_in_child()) outcome_->Wait();
+    engine_.reset();
+  }
+
+  PyTransfer(const PyTransfer&) = delete;
+  PyTransfer& operator=(const PyTransfer&) = delete;
+
+  /// Raises what the transfer ended with; false if it is not over in time.
+  bool Wait(std::optional<double> timeout_s) {
+    if (is_in_child()) {
+      RaiseIfError(FailedPrecondition("the transfer was started before a fork; its "
+                                      "engine is in the parent process"));
+    }
+    const auto start = steady_clock::now();
+    while (true) {
+      // In slices, so that Ctrl-C gets through.
+      auto deadline = steady_clock::now() + std::chrono::milliseconds(100);
+      bool is_last = false;
+      if (timeout_s) {
+        const auto end = start + std::chrono::duration_cast<steady_clock::duration>(
+                                     std::chrono::duration<double>(*timeout_s));
+        is_last = end <= deadline;
+        deadline = std::min(end, deadline);
+      }
+      std::optional<Status> status;
+      {
+        const py::gil_scoped_release release;
+        status = outcome_->WaitUntil(deadline);
+      }
+      if (status) {
+        RaiseIfError(*status);
+        return true;
+      }
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (is_last) return false;
+    }
+  }
+
+  bool is_done() { return outcome_->WaitUntil({}).has_value(); }
+  void Cancel() { RaiseIfError(engine_->Cancel(id_)); }
+  sched::TransferId id() const { return id_; }
+
+ private:
+  bool is_in_child() const { return engine::ForkGeneration() != generation_; }
+
+  const uint64_t generation_ = engine::ForkGeneration();
+  std::shared_ptr<engine::Engine> engine_;
+  py::buffer_info src_;
+  py::buffer_info dst_;
+  const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
+  sched::TransferId id_ = 0;
+};
+
+py::dict ToDict(const engine::LaneStats& lane) {
+  using namespace py::literals;  // NOLINT
+  return py::dict(
+      "name"_a = lane.name, "gpu"_a = lane.path.gpu,
+      "relay"_a = lane.path.is_relay() ? py::object(py::int_(lane.path.relay))
+                                       : py::object(py::none()),
+      "direction"_a = DirectionName(lane.path.direction),
+      "numa_node"_a = lane.path.numa_node,
+      "bandwidth_bytes_per_s"_a = lane.path.bandwidth_bytes_per_s,
+      "num_bytes"_a = lane.num_bytes, "num_blocks"_a = lane.num_blocks,
+      "busy_ns"_a = lane.busy_ns, "queued_ns"_a = lane.queued_ns,
+      "num_late_blocks"_a = lane.num_late_blocks,
+      "num_failed_blocks"_a = lane.num_failed_blocks,
+      "num_bytes_in_flight"_a = lane.num_bytes_in_flight,
+      "is_removed"_a = lane.is_removed, "reason"_a = lane.reason);
+}
+
+py::dict ToDict(const engine::LinkStats& link) {
+  using namespace py::literals;  // NOLINT
+  return py::dict("name"_a = link.name,
+                  "bandwidth_bytes_per_s"_a = link.bandwidth_bytes_per_s,
+                  "num_bytes"_a = link.num_bytes, "num_blocks"_a = link.num_blocks,
+                  "busy_ns"_a = link.busy_ns);
+}
+
+py::dict ToDict(const engine::TransferStats& transfer) {
+  using namespace py::literals;  // NOLINT
+  return py::dict(
+      "id"_a = transfer.id, "gpu"_a = transfer.gpu,
+      "direction"_a = DirectionName(transfer.direction),
+      "size_bytes"_a = transfer.size_bytes,
+      "status"_a = std::string(StatusCodeName(transfer.status.code())),
+      "message"_a = transfer.status.message(),
+      "submitted_ns"_a = transfer.submitted_ns,
+      "started_ns"_a = transfer.started_ns, "ended_ns"_a = transfer.ended_ns,
+      "num_blocks"_a = transfer.num_blocks,
+      "num_relayed_bytes"_a = transfer.num_relayed_bytes,
+      "num_reissued_blocks"_a = transfer.num_reissued_blocks,
+      "reissue_reason"_a = transfer.reissue_reason);
+}
+
+py::dict ToDict(const engine::TraceEvent& event) {
+  using namespace py::literals;  // NOLINT
+  return py::dict("transfer"_a = event.transfer, "lane"_a = event.lane,
+                  "gpu"_a = event.gpu,
+                  "direction"_a = DirectionName(event.direction),
+                  "offset_bytes"_a = event.offset_bytes,
+                  "size_bytes"_a = event.size_bytes,
+                  "issued_ns"_a = event.issued_ns, "start_ns"_a = event.start_ns,
+                  "relayed_ns"_a = event.relayed_ns,
+                  "resumed_ns"_a = event.resumed_ns, "end_ns"_a = event.end_ns,
+                  "status"_a = std::string(StatusCodeName(event.code)));
+}
+
+template <typename T>
+py::list ToList(const std::vector<T>& entries) {
+  py::list list;
+  for (const T& entry : entries) list.append(ToDict(entry));
+  return list;
+}
+
+class PyEngine {
+ public:
+  PyEngine(const topo::Topology& topology, const engine::HostEngineOptions& options)
+      : engine_(ValueOrRaise(engine::CreateHostEngine(topology, options))) {}
+
+  ~PyEngine() {
+    // Draining waits for callbacks, and those may want the interpreter.
+    const py::gil_scoped_release release;
+    engine_.engine.reset();
+  }
+
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_.engine; }
+
+  std::unique_ptr<PyTransfer> Submit(int gpu, const std::string& direction,
+                                     const py::buffer& src, const py::buffer& dst,
+                                     int numa_node) {
+    return std::make_unique<PyTransfer>(
+        engine_.engine, gpu, ParseDirection(direction), src, dst, numa_node);
+  }
+
+  void Abort(const std::string& reason) {
+    engine_.engine->Abort({StatusCode::kAborted, reason});
+  }
+
+  py::dict GetStats() const {
+    using namespace py::literals;  // NOLINT
+    const engine::Stats stats = engine_.engine->GetStats();
+    return py::dict(
+        "now_ns"_a = stats.now_ns, "created_ns"_a = stats.created_ns,
+        "num_submitted"_a = stats.num_submitted,
+        "num_in_flight"_a = stats.num_in_flight,
+        "num_completed"_a = stats.num_completed, "num_failed"_a = stats.num_failed,
+        "num_cancelled"_a = stats.num_cancelled,
+        "num_completed_bytes"_a = stats.num_completed_bytes,
+        "num_blocks_in_flight"_a = stats.num_blocks_in_flight,
+        "num_reissued_blocks"_a = stats.num_reissued_blocks,
+        "num_late_copies"_a = engine_.transport->num_late_copies(),
+        "lanes"_a = ToList(stats.lanes), "links"_a = ToList(stats.links),
+        "recent_transfers"_a = ToList(stats.recent_transfers));
+  }
+
+  void FailBlocks(int lane, int64_t skip, int64_t count) {
+    if (lane != -1) CheckLane(lane);
+    engine_.transport->FailBlocks(lane, skip, count);
+  }
+  void VanishLane(int lane) {
+    CheckLane(lane);
+    engine_.transport->VanishLane(lane);
+  }
+  void SlowLane(int lane, double factor) {
+    CheckLane(lane);
+    if (!(factor > 0)) {
+      throw py::value_error("factor: expected a positive number, got " +
+                            std::to_string(factor));
+    }
+    engine_.transport->SlowLane(lane, factor);
+  }
+
+ private:
+  void CheckLane(int lane) const {
+    const int64_t num_lanes = std::ssize(engine_.transport->paths());
+    if (lane >= 0 && lane < num_lanes) return;
+    throw py::value_error("lane: expected 0 to " + std::to_string(num_lanes - 1) +
+                          ", got " + std::to_string(lane));
+  }
+
+  engine::HostEngine engine_;
+};
+
+std::unique_ptr<PyEngine> MakeEngine(const topo::Topology& topology, bool emulate,
+                                     bool pooled, double rate_scale,
+                                     const std::string& mode, int64_t block_bytes,
+                                     int64_t chunk_bytes, int64_t trace_capacity,
+                                     int num_threads) {
+  return std::make_unique<PyEngine>(
+      topology, engine::HostEngineOptions{.is_emulated = emulate,
+                                          .is_pooled = pooled,
+                                          .rate_scale = rate_scale,
+                                          .mode = ParseMode(mode),
+                                          .block_bytes = block_bytes,
+                                          .chunk_bytes = chunk_bytes,
+                                          .trace_capacity = trace_capacity,
+                                          .num_threads = num_threads});
+}
+
+}  // namespace
+
+void BindEngine(py::module_& module) {
+  py::class_<PyTransfer>(module, "Transfer")
+      .def_property_readonly("id", &PyTransfer::id)
+      .def_property_readonly("is_done", &PyTransfer::is_done)
+      .def("wait", &PyTransfer::Wait, py::arg("timeout_s") = py::none(),
+           "Waits until it is over, raises what it failed with; False: timed out.")
+      .def("cancel", &PyTransfer::Cancel);
+
+  py::class_<PyEngine>(module, "Engine")
+      .def(py::init(&MakeEngine), py::arg("topology"), py::kw_only(),
+           py::arg("emulate") = false, py::arg("pooled") = true,
+           py::arg("rate_scale") = 1.0, py::arg("mode") = "free-running",
+           py::arg("block_bytes") = 16 << 20, py::arg("chunk_bytes") = 0,
+           py::arg("trace_capacity") = 0, py::arg("num_threads") = 0)
+      .def("submit", &PyEngine::Submit, py::arg("gpu"), py::arg("direction"),
+           py::arg("src"), py::arg("dst"),
+           py::arg("numa_node") = engine::kNearestNumaNode,
+           "Starts a transfer between two contiguous buffers of one size.")
+      .def("abort", &PyEngine::Abort, py::arg("reason"))
+      .def("stats", &PyEngine::GetStats)
+      .def("trace",
+           [](const PyEngine& engine) { return ToList(engine.engine()->Trace()); })
+      .def("fail_blocks", &PyEngine::FailBlocks, py::kw_only(), py::arg("lane") = -1,
+           py::arg("skip") = 0, py::arg("count") = 1)
+      .def("vanish_lane", &PyEngine::VanishLane, py::arg("lane"))
+      .def("slow_lane", &PyEngine::SlowLane, py::arg("lane"), py::arg("factor"));
+
+  module.def(
+      "set_process_engine",
+      [](const PyEngine* engine) {
+        std::shared_ptr<engine::Engine> next;
+        if (engine != nullptr) next = engine->engine();
+        const py::gil_scoped_release release;
+        engine::SetProcessEngine(std::move(next));
+      },
+      py::arg("engine").none(true),
+      "Makes transfers of this process go through `engine`; None: plain copies.");
+  module.def("has_process_engine",
+             [] { return engine::ProcessEngine() != nullptr; });
+}
 
 }  // namespace turbobus::python

@@ -1,0 +1,360 @@
+"""Which links transfers of this process travel over, and how.
+
+By default there is no engine: on CPU devices a transfer is one plain copy.
+`configure` puts an engine in: lanes over the links of a topology, which on CPU
+devices move real bytes at memory speed, or (``emulate=True``) in the time that
+those links would take. CPU device i plays the topology's GPU i; a transfer of a
+device that the topology has no GPU for fails, naming both.
+
+Environment variables stand in for arguments that are not given:
+``JAX_TURBOBUS_TOPOLOGY``, ``JAX_TURBOBUS_EMULATE``, ``JAX_TURBOBUS_POOLED``,
+``JAX_TURBOBUS_MODE``, ``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_CHUNK_BYTES``,
+``JAX_TURBOBUS_RATE_SCALE`` and ``JAX_TURBOBUS_TRACE`` (a file that is written when
+the process ends, or 1). If any of the first two or the last is set, the first
+transfer of the process configures it so. ``JAX_TURBOBUS_DISABLE=1`` overrides
+everything: no engine.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+
+from jax_turbobus import _ffi
+from jax_turbobus.topology import Topology
+
+__all__ = ["Config", "Mode", "apply_environment", "configure", "configured", "current"]
+
+Mode = Literal["free-running", "lock-step"]
+
+_PREFIX = "JAX_TURBOBUS_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+_DEFAULT_BLOCK_BYTES = 16 << 20
+_DEFAULT_TRACE_EVENTS = 1 << 16
+# What a lane of a machine without a topology is taken to carry.
+_NOMINAL_BYTES_PER_S = 10e9
+# How long the end of a process waits for transfers before it stops them.
+_EXIT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What `configure` has put in place.
+
+    Attributes:
+      topology: whose links are used; None: there is no engine.
+      emulate: whether transfers take the time that these links would need.
+      pooled: whether idle links of other GPUs are used, too.
+      mode: how lanes go on: each when it can, or all in common slots.
+      block_bytes: what a lane copies at once.
+      chunk_bytes: what a large transfer may have queued on relays at once; 0:
+        eight blocks.
+      rate_scale: what all rates of the topology are multiplied by.
+      trace_events: how many blocks and transfers the trace keeps; 0: no trace.
+      trace_path: where the trace goes when the process ends; None: nowhere.
+    """
+
+    topology: Topology | None = None
+    emulate: bool = False
+    pooled: bool = True
+    mode: Mode = "free-running"
+    block_bytes: int = _DEFAULT_BLOCK_BYTES
+    chunk_bytes: int = 0
+    rate_scale: float = 1.0
+    trace_events: int = 0
+    trace_path: str | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether transfers go through an engine."""
+        return self.topology is not None
+
+
+class _State:
+    """The engine of this process and what it was made from."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.config = Config()
+        self.engine: Any = None
+        self.is_environment_applied = False
+        self.is_exit_registered = False
+
+
+_state = _State()
+
+
+def _after_fork_in_child() -> None:
+    # The engine's threads stayed with the parent; transfers are plain copies here.
+    _state.__init__()  # type: ignore[misc]
+    _state.is_environment_applied = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _from_environment(name: str) -> str | None:
+    value = os.environ.get(_PREFIX + name)
+    return value.strip() if value is not None and value.strip() else None
+
+
+def _environment_flag(name: str) -> bool | None:
+    text = os.environ.get(_PREFIX + name)
+    if text is None:
+        return None
+    if text.strip().lower() in _TRUE:
+        return True
+    if text.strip().lower() in _FALSE:
+        return False
+    raise ValueError(f"{_PREFIX}{name}: expected 1 or 0, got {text!r}")
+
+
+def _environment_number(name: str, kind: type) -> Any:
+    text = _from_environment(name)
+    if text is None:
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{_PREFIX}{name}: expected {wanted}, got {text!r}") from None
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _as_topology(topology: Any) -> Topology:
+    if isinstance(topology, Topology):
+        return topology
+    if isinstance(topology, str | os.PathLike):
+        return Topology.load(topology)
+    raise ValueError(
+        "topology: expected a Topology, the name of a shipped one or the path of a "
+        f"file, got {topology!r}"
+    )
+
+
+def _separate_links(num_gpus: int) -> Topology:
+    """Every device has a link of its own and no way to another's."""
+    gpus = ", ".join(
+        f'{{"id": "cpu{i}", "numa_node": "numa0"}}' for i in range(num_gpus)
+    )
+    links = ", ".join(
+        f'{{"id": "memory{i}", "type": "pcie", "a": "numa0", "b": "cpu{i}", '
+        f'"a_to_b_bytes_per_s": {_NOMINAL_BYTES_PER_S:.0f}, '
+        f'"b_to_a_bytes_per_s": {_NOMINAL_BYTES_PER_S:.0f}, "latency_ns": 1000}}'
+        for i in range(num_gpus)
+    )
+    return Topology.from_json(
+        '{"format": "jax_turbobus/topology", "version": 1, "name": "cpu devices", '
+        f'"numa_nodes": [{{"id": "numa0"}}], "gpus": [{gpus}], "links": [{links}]}}',
+        "<cpu devices>",
+    )
+
+
+def _resolve(
+    topology: Any,
+    emulate: bool | None,
+    pooled: bool | None,
+    mode: Mode | None,
+    block_bytes: int | None,
+    chunk_bytes: int | None,
+    rate_scale: float | None,
+    trace: bool | int | str | os.PathLike[str] | None,
+) -> Config:
+    topology = _first(topology, _from_environment("TOPOLOGY"))
+    emulate = bool(_first(emulate, _environment_flag("EMULATE"), False))
+    if topology is None and emulate:
+        raise ValueError(
+            "topology: expected one to emulate, got None; give topology=..., for "
+            "example a name of jax_turbobus.topology.names()"
+        )
+    if topology is None:
+        topology = _separate_links(len(jax.local_devices(backend="cpu")))
+    mode = _first(mode, _from_environment("MODE"), "free-running")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode: expected 'free-running' or 'lock-step', got {mode!r}")
+    trace = _first(trace, _from_environment("TRACE"), False)
+    if isinstance(trace, str) and trace.lower() in (*_TRUE, *_FALSE):
+        trace = trace.lower() in _TRUE
+    trace_path = None
+    if isinstance(trace, str | os.PathLike):
+        trace_path = os.path.abspath(os.fspath(trace))
+        trace = True
+    trace_events = _DEFAULT_TRACE_EVENTS if trace is True else int(trace)
+    return Config(
+        topology=_as_topology(topology),
+        emulate=emulate,
+        pooled=bool(_first(pooled, _environment_flag("POOLED"), True)),
+        mode=mode,
+        block_bytes=_first(
+            block_bytes, _environment_number("BLOCK_BYTES", int), _DEFAULT_BLOCK_BYTES
+        ),
+        chunk_bytes=_first(chunk_bytes, _environment_number("CHUNK_BYTES", int), 0),
+        rate_scale=_first(rate_scale, _environment_number("RATE_SCALE", float), 1.0),
+        trace_events=trace_events,
+        trace_path=trace_path,
+    )
+
+
+def _make_engine(config: Config) -> Any:
+    if config.topology is None:
+        return None
+    return _ffi.core().Engine(
+        config.topology.native,
+        emulate=config.emulate,
+        pooled=config.pooled,
+        mode=config.mode,
+        block_bytes=config.block_bytes,
+        chunk_bytes=config.chunk_bytes,
+        rate_scale=config.rate_scale,
+        trace_capacity=config.trace_events,
+    )
+
+
+def _install(config: Config) -> None:
+    engine = _make_engine(config)
+    with _state.lock:
+        _state.is_environment_applied = True
+        if engine is not None and not _state.is_exit_registered:
+            _state.is_exit_registered = True
+            atexit.register(_shut_down)
+        _ffi.core().set_process_engine(engine)
+        old, _state.engine = _state.engine, engine
+        _state.config = config
+    # Waits for what is in flight on it, so outside the lock.
+    del old
+
+
+def configure(
+    *,
+    topology: Topology | str | os.PathLike[str] | None = None,
+    emulate: bool | None = None,
+    pooled: bool | None = None,
+    mode: Mode | None = None,
+    block_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+    rate_scale: float | None = None,
+    trace: bool | int | str | os.PathLike[str] | None = None,
+    enabled: bool = True,
+) -> Config:
+    """Puts an engine in for this process's transfers on CPU devices; returns how.
+
+    It replaces what an earlier call has put in: arguments not given come from the
+    environment (see the module) or are the defaults, never from that call. Waits
+    for transfers that are still on the old engine. May be called at any time, from
+    any thread.
+
+    Args:
+      topology: a `Topology`, the name of a shipped one or a file; None: every
+        device has a link of its own. CPU device i plays its GPU i.
+      emulate: whether transfers take as long as on these links. Bytes are copied
+        for real; where this machine copies more slowly than the links would,
+        transfers take longer and `stats().num_late_copies` counts it.
+      pooled: whether blocks may go over idle links of other GPUs.
+      mode: ``"free-running"``: each lane goes on when it can; ``"lock-step"``: all
+        lanes take one block and wait for each other.
+      block_bytes: what a lane copies at once, in bytes; at least 4096.
+      chunk_bytes: what a large transfer may have queued on relays at once, in
+        bytes; 0: eight blocks.
+      rate_scale: what all rates are multiplied by, to make fast links slow enough
+        for a small machine: 0.01 makes 55 GB/s 0.55 GB/s.
+      trace: whether `trace` records blocks: True, how many, or the path of a file
+        that is written when the process ends.
+      enabled: False takes the engine out: transfers are plain copies again.
+
+    Raises:
+      ValueError: an argument or an environment variable is not as said here, or
+        the topology has no GPU.
+
+    Source: TurboBus, "Executor" and "Scheduler" (the two modes, blocks, chunks).
+    """
+    if not enabled or _environment_flag("DISABLE"):
+        config = Config()
+    else:
+        config = _resolve(
+            topology,
+            emulate,
+            pooled,
+            mode,
+            block_bytes,
+            chunk_bytes,
+            rate_scale,
+            trace,
+        )
+    _install(config)
+    return config
+
+
+@contextlib.contextmanager
+def configured(**arguments: Any) -> Iterator[Config]:
+    """Runs its body under `configure(**arguments)`, then restores what was before.
+
+    Args:
+      **arguments: those of `configure`.
+
+    Yields:
+      What is in place.
+    """
+    before = current()
+    config = configure(**arguments)
+    try:
+        yield config
+    finally:
+        _install(before)
+
+
+def current() -> Config:
+    """Returns what is in place for this process."""
+    with _state.lock:
+        return _state.config
+
+
+def engine() -> Any:
+    """Returns the C++ engine of this process, or None."""
+    with _state.lock:
+        return _state.engine
+
+
+def apply_environment() -> None:
+    """Configures this process as its environment says, once, before any transfer.
+
+    Nothing happens if the environment says nothing, or `configure` was called.
+
+    Raises:
+      ValueError: as for `configure`.
+    """
+    with _state.lock:
+        if _state.is_environment_applied:
+            return
+        _state.is_environment_applied = True
+    if any(_from_environment(name) for name in ("TOPOLOGY", "EMULATE", "TRACE")):
+        configure()
+
+
+def _shut_down() -> None:
+    """Ends the engine before the interpreter does: in peace, or after a while."""
+    # Imported here: `_observe` imports this module.
+    from jax_turbobus import _observe
+
+    with _state.lock:
+        engine, path = _state.engine, _state.config.trace_path
+    if engine is None:
+        return
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    while engine.stats()["num_in_flight"] > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine.abort("the process is ending")
+    if path is not None:
+        with contextlib.suppress(OSError):
+            _observe.trace(path)
+    del engine
+    _install(Config())
