@@ -98,12 +98,14 @@ CompletionThreads::~CompletionThreads() {
 }
 
 void CompletionThreads::Run(std::function<void()> callback) {
+  // The callback may destroy this object before the call is over.
+  const std::shared_ptr<State> state = state_;
   {
-    std::unique_lock lock(state_->mutex);
-    state_->queue.push_back(std::move(callback));
-    if (state_->MustAddThread()) static_cast<void>(state_->AddThread(lock));
+    std::unique_lock lock(state->mutex);
+    state->queue.push_back(std::move(callback));
+    if (state->MustAddThread()) static_cast<void>(state->AddThread(lock));
   }
-  state_->has_work.notify_one();
+  state->has_work.notify_one();
 }
 
 void CompletionThreads::Drain() {
