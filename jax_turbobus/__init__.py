@@ -25,6 +25,16 @@ def _add_installed_core() -> None:
 
 _add_installed_core()
 
+from jax_turbobus._observe import stats, trace  # noqa: E402
+from jax_turbobus.config import configure, configured  # noqa: E402
 from jax_turbobus.offload import device_put, to_device, to_host  # noqa: E402
 
-__all__ = ["device_put", "to_device", "to_host"]
+__all__ = [
+    "configure",
+    "configured",
+    "device_put",
+    "stats",
+    "to_device",
+    "to_host",
+    "trace",
+]

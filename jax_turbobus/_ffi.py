@@ -88,3 +88,5 @@ def register() -> None:
     """Registers every FFI target; what each public call does first."""
     core()
     cuda()
+    # Imported here: it imports this module.
+    importlib.import_module("jax_turbobus.config").apply_environment()

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -209,107 +209,150 @@ def chrome_trace(events: list[dict[str, Any]], lanes: list[str]) -> dict[str, An
       events: what the C++ engine's `trace` returns.
       lanes: the lanes' names.
     """
-    origin = min((e["issued_ns"] for e in events), default=0)
-    tracks = _Tracks(origin)
-    for event in events:
-        if event["lane"] < 0:
-            tracks.add(
-                _TRANSFERS,
-                f"gpu{event['gpu']} {event['direction']}",
-                f"transfer {event['transfer']}",
-                event["issued_ns"],
-                event["end_ns"],
-                _arguments(event, "transfer", "size_bytes", "status"),
-            )
-            continue
-        arguments = _arguments(
-            event, "transfer", "offset_bytes", "size_bytes", "status", "issued_ns"
-        )
-        for suffix, start_ns, end_ns in _hops(event):
-            tracks.add(
-                _LANES,
-                lanes[event["lane"]] + suffix,
-                f"transfer {event['transfer']} @{event['offset_bytes']}",
-                start_ns,
-                end_ns,
-                arguments,
-            )
-    return {"displayTimeUnit": "ms", "traceEvents": list(tracks.events())}
+    origin_ns = min((event["issued_ns"] for event in events), default=0)
+    slices = [one for event in events for one in _slices(event, lanes)]
+    tracks = _lay_out(slices)
+    out = [
+        _metadata("process_name", _LANES, 0, "jax_turbobus lanes"),
+        _metadata("process_name", _TRANSFERS, 0, "jax_turbobus transfers"),
+    ]
+    for (process, track), name in tracks.names.items():
+        out.append(_metadata("thread_name", process, track, name))
+        out.append(_metadata("thread_sort_index", process, track, track))
+    owners = {}
+    for one, track in zip(slices, tracks.of_slices, strict=True):
+        if one.process == _TRANSFERS:
+            owners[one.arguments["transfer"]] = (one, track)
+        out.append(one.event(track, origin_ns))
+    for one, track in zip(slices, tracks.of_slices, strict=True):
+        owner = owners.get(one.arguments["transfer"])
+        if one.process == _LANES and one.is_first and owner is not None:
+            out += _arrow(len(out), *owner, one, track, origin_ns)
+    return {"displayTimeUnit": "ms", "traceEvents": out}
 
 
-def _arguments(event: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: event[name] for name in names}
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A bar on a track; `is_first`: it is where its block's arrow ends."""
+
+    process: int
+    track: str
+    title: str
+    start_ns: int
+    end_ns: int
+    arguments: dict[str, Any]
+    is_first: bool = True
+
+    def event(self, track: int, origin_ns: int) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": self.title,
+            "cat": "transfer" if self.process == _TRANSFERS else "block",
+            "pid": self.process,
+            "tid": track,
+            "ts": (self.start_ns - origin_ns) / 1e3,
+            "dur": (self.end_ns - self.start_ns) / 1e3,
+            "args": self.arguments,
+        }
 
 
-def _hops(event: dict[str, Any]) -> Iterable[tuple[str, int, int]]:
-    if not event["relayed_ns"]:
-        return [("", event["start_ns"], event["end_ns"])]
-    return [
-        (" (to the relay)", event["start_ns"], event["relayed_ns"]),
-        (
-            " (from the relay)",
-            event["resumed_ns"] or event["end_ns"],
+def _slices(event: dict[str, Any], lanes: list[str]) -> Iterator[_Slice]:
+    def arguments(*names: str) -> dict[str, Any]:
+        return {name: event[name] for name in ("transfer", *names, "status")}
+
+    title = f"transfer {event['transfer']}"
+    if event["lane"] < 0:
+        track = f"gpu{event['gpu']} {event['direction']}"
+        yield _Slice(
+            _TRANSFERS,
+            track,
+            title,
+            event["issued_ns"],
             event["end_ns"],
-        ),
+            arguments("size_bytes"),
+        )
+        return
+    lane = lanes[event["lane"]]
+    title = f"{title} @{event['offset_bytes']}"
+    about = arguments("offset_bytes", "size_bytes", "issued_ns")
+    start_ns, end_ns = event["start_ns"], event["end_ns"]
+    if not event["relayed_ns"]:
+        yield _Slice(_LANES, lane, title, start_ns, end_ns, about)
+        return
+    # Two hops that work on different blocks at once: a track for each.
+    relayed_ns = event["relayed_ns"]
+    yield _Slice(_LANES, f"{lane}, first hop", title, start_ns, relayed_ns, about)
+    if event["resumed_ns"]:
+        resumed_ns = event["resumed_ns"]
+        track = f"{lane}, second hop"
+        yield _Slice(_LANES, track, title, resumed_ns, end_ns, about, is_first=False)
+
+
+@dataclass(slots=True)
+class _Tracks:
+    # (process, number) -> name, in order
+    names: dict[tuple[int, int], str]
+    # the number of each slice's track
+    of_slices: list[int]
+
+
+def _lay_out(slices: list[_Slice]) -> _Tracks:
+    """Returns numbered tracks; what overlaps goes to a second track below."""
+    by_track: dict[tuple[int, str], list[int]] = {}
+    for i, one in enumerate(slices):
+        by_track.setdefault((one.process, one.track), []).append(i)
+    tracks = _Tracks(names={}, of_slices=[0] * len(slices))
+    first = 1
+    for (process, name), members in sorted(by_track.items()):
+        free_ns: list[int] = []  # when each row of this track is free again
+        for i in sorted(members, key=lambda i: (slices[i].start_ns, i)):
+            start_ns = slices[i].start_ns
+            row = next((r for r, ns in enumerate(free_ns) if ns <= start_ns), None)
+            if row is None:
+                row = len(free_ns)
+                free_ns.append(0)
+                tracks.names[process, first + row] = name
+            free_ns[row] = slices[i].end_ns
+            tracks.of_slices[i] = first + row
+        first += len(free_ns)
+    return tracks
+
+
+def _arrow(
+    number: int,
+    owner: _Slice,
+    owner_track: int,
+    block: _Slice,
+    block_track: int,
+    origin_ns: int,
+) -> list[dict[str, Any]]:
+    common = {"name": "block of", "cat": "flow", "id": number}
+    issued_ns = min(max(block.arguments["issued_ns"], owner.start_ns), owner.end_ns)
+    return [
+        {
+            "ph": "s",
+            "pid": owner.process,
+            "tid": owner_track,
+            "ts": (issued_ns - origin_ns) / 1e3,
+            **common,
+        },
+        {
+            "ph": "f",
+            "bp": "e",
+            "pid": block.process,
+            "tid": block_track,
+            "ts": (block.start_ns - origin_ns) / 1e3,
+            **common,
+        },
     ]
 
 
-class _Tracks:
-    """Slices by track; what overlaps on one track goes to a second one below it."""
-
-    def __init__(self, origin_ns: int) -> None:
-        self._origin_ns = origin_ns
-        # (process, name) -> slices of (start, end, title, arguments)
-        self._slices: dict[tuple[int, str], list[tuple[int, int, str, Any]]] = {}
-
-    def add(
-        self,
-        process: int,
-        name: str,
-        title: str,
-        start_ns: int,
-        end_ns: int,
-        arguments: dict[str, Any],
-    ) -> None:
-        track = self._slices.setdefault((process, name), [])
-        track.append((start_ns, end_ns, title, arguments))
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yields metadata, then every slice."""
-        for process, name in ((_LANES, "lanes"), (_TRANSFERS, "transfers")):
-            yield _metadata("process_name", process, 0, f"jax_turbobus {name}")
-        next_track = 1
-        for (process, name), slices in sorted(self._slices.items()):
-            rows: list[int] = []  # where each row of this track is free again
-            for start_ns, end_ns, title, arguments in sorted(
-                slices, key=lambda one: one[:2]
-            ):
-                row = next(
-                    (i for i, free_ns in enumerate(rows) if free_ns <= start_ns),
-                    len(rows),
-                )
-                if row == len(rows):
-                    rows.append(0)
-                    yield _metadata("thread_name", process, next_track + row, name)
-                rows[row] = end_ns
-                yield {
-                    "ph": "X",
-                    "name": title,
-                    "cat": name,
-                    "pid": process,
-                    "tid": next_track + row,
-                    "ts": (start_ns - self._origin_ns) / 1e3,
-                    "dur": (end_ns - start_ns) / 1e3,
-                    "args": arguments,
-                }
-            next_track += len(rows)
-
-
-def _metadata(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+def _metadata(kind: str, process: int, track: int, value: Any) -> dict[str, Any]:
+    key = "sort_index" if kind == "thread_sort_index" else "name"
     return {
         "ph": "M",
         "name": kind,
         "pid": process,
         "tid": track,
-        "args": {"name": name},
+        "args": {key: value},
     }

@@ -17,6 +17,8 @@ everything: no engine.
 
 import atexit
 import contextlib
+import math
+import numbers
 import os
 import threading
 import time
@@ -143,7 +145,7 @@ def _as_topology(topology: Any) -> Topology:
 
 
 def _separate_links(num_gpus: int) -> Topology:
-    """Every device has a link of its own and no way to another's."""
+    """Returns a machine where each device has a link of its own and no other."""
     gpus = ", ".join(
         f'{{"id": "cpu{i}", "numa_node": "numa0"}}' for i in range(num_gpus)
     )
@@ -158,6 +160,22 @@ def _separate_links(num_gpus: int) -> Topology:
         f'"numa_nodes": [{{"id": "numa0"}}], "gpus": [{gpus}], "links": [{links}]}}',
         "<cpu devices>",
     )
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_number or value < least:
+        raise ValueError(
+            f"{name}: expected a whole number of at least {least}, got {value!r}"
+        )
+    return int(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    return float(value)
 
 
 def _resolve(
@@ -189,18 +207,32 @@ def _resolve(
     if isinstance(trace, str | os.PathLike):
         trace_path = os.path.abspath(os.fspath(trace))
         trace = True
-    trace_events = _DEFAULT_TRACE_EVENTS if trace is True else int(trace)
+    if isinstance(trace, bool):
+        trace = _DEFAULT_TRACE_EVENTS if trace else 0
     return Config(
         topology=_as_topology(topology),
         emulate=emulate,
         pooled=bool(_first(pooled, _environment_flag("POOLED"), True)),
         mode=mode,
-        block_bytes=_first(
-            block_bytes, _environment_number("BLOCK_BYTES", int), _DEFAULT_BLOCK_BYTES
+        block_bytes=_whole(
+            "block_bytes",
+            _first(
+                block_bytes,
+                _environment_number("BLOCK_BYTES", int),
+                _DEFAULT_BLOCK_BYTES,
+            ),
+            4096,
         ),
-        chunk_bytes=_first(chunk_bytes, _environment_number("CHUNK_BYTES", int), 0),
-        rate_scale=_first(rate_scale, _environment_number("RATE_SCALE", float), 1.0),
-        trace_events=trace_events,
+        chunk_bytes=_whole(
+            "chunk_bytes",
+            _first(chunk_bytes, _environment_number("CHUNK_BYTES", int), 0),
+            0,
+        ),
+        rate_scale=_positive(
+            "rate_scale",
+            _first(rate_scale, _environment_number("RATE_SCALE", float), 1.0),
+        ),
+        trace_events=_whole("trace", trace, 0),
         trace_path=trace_path,
     )
 
@@ -246,7 +278,7 @@ def configure(
     trace: bool | int | str | os.PathLike[str] | None = None,
     enabled: bool = True,
 ) -> Config:
-    """Puts an engine in for this process's transfers on CPU devices; returns how.
+    """Puts an engine in for this process's transfers on CPU devices.
 
     It replaces what an earlier call has put in: arguments not given come from the
     environment (see the module) or are the defaults, never from that call. Waits
@@ -270,6 +302,9 @@ def configure(
       trace: whether `trace` records blocks: True, how many, or the path of a file
         that is written when the process ends.
       enabled: False takes the engine out: transfers are plain copies again.
+
+    Returns:
+      What is in place now.
 
     Raises:
       ValueError: an argument or an environment variable is not as said here, or

@@ -22,9 +22,10 @@ thread_local const void* current_state = nullptr;
 
 }  // namespace
 
-// Invariant: while a callback waits, a thread is idle or about to start. Whoever
-// breaks it (by adding a callback, by taking one and leaving others) adds a
-// thread; so threads grow one by one, and only while callbacks really block.
+// Invariant: while a callback waits, a thread is idle or about to start.
+// Whoever breaks it (by adding a callback, by taking one and leaving others)
+// adds a thread; so threads grow one by one, and only while callbacks really
+// block.
 struct CompletionThreads::State : std::enable_shared_from_this<State> {
   std::mutex mutex;
   std::condition_variable has_work;
@@ -82,7 +83,8 @@ StatusOr<std::unique_ptr<CompletionThreads>> CompletionThreads::Create() {
     std::unique_lock lock(state->mutex);
     TB_RETURN_IF_ERROR(state->AddThread(lock));
   }
-  return std::unique_ptr<CompletionThreads>(new CompletionThreads(std::move(state)));
+  return std::unique_ptr<CompletionThreads>(
+      new CompletionThreads(std::move(state)));
 }
 
 CompletionThreads::CompletionThreads(std::shared_ptr<State> state)

@@ -8,10 +8,10 @@
 
 namespace turbobus::engine {
 
-/// Threads that call callbacks, each on a thread that does nothing else meanwhile:
-/// a callback that blocks (XLA may run the rest of a program, collectives
-/// included, inside it) never holds up another one. FACTS: completing all
-/// promises from one thread hung XLA's all-reduce.
+/// Threads that call callbacks, each on a thread that does nothing else
+/// meanwhile: a callback that blocks (XLA may run the rest of a program,
+/// collectives included, inside it) never holds up another one. FACTS:
+/// completing all promises from one thread hung XLA's all-reduce.
 ///
 /// Thread-safe. Threads are kept for the next callbacks, up to a few.
 class CompletionThreads {
@@ -23,8 +23,8 @@ class CompletionThreads {
   CompletionThreads(const CompletionThreads&) = delete;
   CompletionThreads& operator=(const CompletionThreads&) = delete;
 
-  /// Never blocks. Callbacks start in the order given. If the system has no more
-  /// threads to give, they wait for one of those that exist.
+  /// Never blocks. Callbacks start in the order given. If the system has no
+  /// more threads to give, they wait for one of those that exist.
   void Run(std::function<void()> callback);
 
   /// Waits until every callback has been called and has returned. On one of the

@@ -19,16 +19,18 @@ std::string DirectionName(topo::Direction direction) {
 
 }  // namespace
 
-Driver::Driver(std::unique_ptr<sched::Scheduler> scheduler,
-               transport::Transport& transport, Recorder& recorder,
-               std::function<void(std::function<void(Status)>, Status)> complete)
+Driver::Driver(
+    std::unique_ptr<sched::Scheduler> scheduler,
+    transport::Transport& transport, Recorder& recorder,
+    std::function<void(std::function<void(Status)>, Status)> complete)
     : scheduler_(std::move(scheduler)),
       transport_(transport),
       recorder_(recorder),
       complete_(std::move(complete)),
       done_(kMaxDonePerWait) {}
 
-void Driver::Submit(sched::TransferId id, Request request, int64_t submitted_ns) {
+void Driver::Submit(sched::TransferId id, Request request,
+                    int64_t submitted_ns) {
   const sched::Transfer transfer{.id = id,
                                  .gpu = request.gpu,
                                  .direction = request.direction,
@@ -105,7 +107,8 @@ void Driver::IssueBlock(const sched::Block& block) {
        .dst = static_cast<char*>(live.request.dst) + block.offset_bytes,
        .size_bytes = block.size_bytes});
   if (status.ok()) return;
-  OnDone({.id = id, .status = status, .start_ns = issued_ns, .end_ns = issued_ns});
+  OnDone(
+      {.id = id, .status = status, .start_ns = issued_ns, .end_ns = issued_ns});
 }
 
 void Driver::OnDone(const transport::BlockDone& done) {
@@ -135,7 +138,8 @@ void Driver::OnDone(const transport::BlockDone& done) {
 
 void Driver::OnBlockFailed(const sched::Block& block, const Status& status) {
   Live& live = live_.at(block.transfer);
-  const bool is_wanted = !live.failure && status.code() != StatusCode::kCancelled;
+  const bool is_wanted =
+      !live.failure && status.code() != StatusCode::kCancelled;
   if (is_wanted) {
     recorder_.OnReissue();
     ++live.stats.num_reissued_blocks;
@@ -171,7 +175,8 @@ bool Driver::MayRetry(Live& live, const sched::Block& block) {
     ++num_failures;
     has_failed_direct |= other.is_direct;
   }
-  return num_failures < 2 || (!has_failed_direct && num_failures < kMaxFailures);
+  return num_failures < 2 ||
+         (!has_failed_direct && num_failures < kMaxFailures);
 }
 
 void Driver::RemoveLane(int lane, const Status& reason) {
@@ -215,8 +220,9 @@ void Driver::TakeOver() {
     const auto it = live_.find(id);
     if (it == live_.end()) continue;
     const Request& request = it->second.request;
-    std::string message = "no lane is left for gpu " + std::to_string(request.gpu) +
-                          " " + DirectionName(request.direction);
+    std::string message = "no lane is left for gpu " +
+                          std::to_string(request.gpu) + " " +
+                          DirectionName(request.direction);
     for (const auto& [lane, reason] : removed_lanes_) {
       const topo::Path& path = transport_.paths()[lane];
       if (path.gpu == request.gpu && path.direction == request.direction) {
@@ -247,16 +253,18 @@ void Driver::MarkOver(sched::TransferId id, std::optional<Status> failure) {
 
 void Driver::ReleaseIfOver(sched::TransferId id) {
   const auto it = live_.find(id);
-  if (it == live_.end() || !it->second.is_over || it->second.num_outstanding > 0) {
+  if (it == live_.end() || !it->second.is_over ||
+      it->second.num_outstanding > 0) {
     return;
   }
   Live live = std::move(it->second);
   live_.erase(it);
   Status status = live.failure.value_or(OkStatus());
   if (status.ok() && live.num_copied_bytes != live.request.size_bytes) {
-    status = Internal("transfer " + std::to_string(id) + " ended with " +
-                      std::to_string(live.num_copied_bytes) + " of " +
-                      std::to_string(live.request.size_bytes) + " bytes copied");
+    status =
+        Internal("transfer " + std::to_string(id) + " ended with " +
+                 std::to_string(live.num_copied_bytes) + " of " +
+                 std::to_string(live.request.size_bytes) + " bytes copied");
   }
   live.stats.status = status;
   live.stats.ended_ns = Now();

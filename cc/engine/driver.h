@@ -18,18 +18,18 @@
 
 namespace turbobus::engine {
 
-/// Steps a scheduler over a transport: what the control thread does, without the
-/// thread. Everything runs on the caller's; not thread-safe.
+/// Steps a scheduler over a transport: what the control thread does, without
+/// the thread. Everything runs on the caller's; not thread-safe.
 ///
-/// Failure rules. A block that fails is given back to the scheduler, which issues
-/// its bytes again on another lane. Bytes that have failed twice, and on the direct
-/// lane, fail their transfer. A lane that answers UNAVAILABLE is taken out. A
-/// transfer is released only when the transport has returned every block of it,
-/// also those that no longer count.
+/// Failure rules. A block that fails is given back to the scheduler, which
+/// issues its bytes again on another lane. Bytes that have failed twice, and on
+/// the direct lane, fail their transfer. A lane that answers UNAVAILABLE is
+/// taken out. A transfer is released only when the transport has returned every
+/// block of it, also those that no longer count.
 class Driver {
  public:
-  /// `transport` and `recorder` outlive the driver. `complete` takes what must be
-  /// called when a transfer is over; it must not block.
+  /// `transport` and `recorder` outlive the driver. `complete` takes what must
+  /// be called when a transfer is over; it must not block.
   Driver(std::unique_ptr<sched::Scheduler> scheduler,
          transport::Transport& transport, Recorder& recorder,
          std::function<void(std::function<void(Status)>, Status)> complete);
@@ -41,8 +41,8 @@ class Driver {
   /// Issues what the scheduler has for the lanes and releases what is over.
   void Issue();
 
-  /// Waits once for the transport, at most until the scheduler wants to be asked
-  /// again, and takes in what is done.
+  /// Waits once for the transport, at most until the scheduler wants to be
+  /// asked again, and takes in what is done.
   void WaitAndCollect();
 
   bool is_idle() const { return live_.empty(); }

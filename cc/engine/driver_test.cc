@@ -50,7 +50,8 @@ class FakeScheduler final : public sched::Scheduler {
   }
   Status Cancel(sched::TransferId id, int64_t) override {
     cancelled.insert(id);
-    std::erase_if(queue, [&](const auto& block) { return block.transfer == id; });
+    std::erase_if(queue,
+                  [&](const auto& block) { return block.transfer == id; });
     for (const auto& [block_id, block] : in_flight) {
       if (block.transfer == id) return OkStatus();
     }
@@ -151,8 +152,8 @@ class DriverTest : public testing::Test {
   DriverTest()
       : scheduler(new FakeScheduler),
         recorder(transport.paths(), 1.25, {}, 0),
-        driver(std::unique_ptr<sched::Scheduler>(scheduler), transport, recorder,
-               [](std::function<void(Status)> done, Status status) {
+        driver(std::unique_ptr<sched::Scheduler>(scheduler), transport,
+               recorder, [](std::function<void(Status)> done, Status status) {
                  done(std::move(status));
                }) {
     scheduler->lane_order = {kRelay, kDirect, kRelay, kDirect, kRelay, kDirect};
@@ -174,7 +175,9 @@ class DriverTest : public testing::Test {
     driver.Issue();
   }
 
-  TransferStats LastTransfer() { return recorder.Get(0).recent_transfers.back(); }
+  TransferStats LastTransfer() {
+    return recorder.Get(0).recent_transfers.back();
+  }
 
   std::vector<char> src = std::vector<char>(kSize);
   std::vector<char> dst = std::vector<char>(kSize);
@@ -196,7 +199,8 @@ TEST_F(DriverTest, ATransferIsOverWhenItsLastBlockIs) {
   EXPECT_TRUE(outcomes.at(1).ok());
   EXPECT_TRUE(driver.is_idle());
   EXPECT_EQ(LastTransfer().num_relayed_bytes, kSize);
-  EXPECT_EQ(scheduler->last_now_ns, 50) << "the scheduler sees when the block ended";
+  EXPECT_EQ(scheduler->last_now_ns, 50)
+      << "the scheduler sees when the block ended";
 }
 
 TEST_F(DriverTest, ABlockThatFailsOnARelayIsIssuedAgainBeforeAnyoneIsReleased) {
@@ -318,7 +322,8 @@ TEST_F(DriverTest, ATransferThatEndsWithoutAllItsBytesIsAnError) {
   scheduler->is_deaf = true;
   scheduler->finished.push_back({1, false});
   Submit(1);
-  EXPECT_EQ(outcomes.at(1).message(), "transfer 1 ended with 0 of 1000 bytes copied");
+  EXPECT_EQ(outcomes.at(1).message(),
+            "transfer 1 ended with 0 of 1000 bytes copied");
 }
 
 TEST_F(DriverTest, ATransferThatTheSchedulerRefusesFails) {

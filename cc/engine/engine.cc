@@ -1,7 +1,8 @@
+#include "engine/engine.h"
+
 #include <string>
 #include <utility>
 
-#include "engine/engine.h"
 #include "engine/scheduled_engine.h"
 
 namespace turbobus::engine {
@@ -13,9 +14,10 @@ StatusOr<std::unique_ptr<Engine>> Engine::Create(
     return InvalidArgument("transport: expected one, got null");
   }
   if (config.lanes.size() != transport->paths().size()) {
-    return InvalidArgument("config.lanes: expected one for each of the transport's " +
-                           std::to_string(transport->paths().size()) +
-                           " paths, got " + std::to_string(config.lanes.size()));
+    return InvalidArgument(
+        "config.lanes: expected one for each of the transport's " +
+        std::to_string(transport->paths().size()) + " paths, got " +
+        std::to_string(config.lanes.size()));
   }
   const double late_factor = config.late_factor;
   TB_ASSIGN_OR_RETURN(std::unique_ptr<sched::Scheduler> scheduler,

@@ -24,16 +24,17 @@ struct Request {
   int64_t size_bytes = 0;
   int numa_node = kNearestNumaNode;
   /// Called once, when the last byte is in place or the transfer has failed or
-  /// was cancelled: nobody touches `src` or `dst` any more. It runs on a thread of
-  /// the engine that has nothing else to do meanwhile, so it may block without
-  /// holding up other transfers (XLA continues a program inside it).
+  /// was cancelled: nobody touches `src` or `dst` any more. It runs on a thread
+  /// of the engine that has nothing else to do meanwhile, so it may block
+  /// without holding up other transfers (XLA continues a program inside it).
   std::function<void(Status)> done{};
 };
 
 /// How an engine's statistics and traces name things. Empty lists: by number.
 struct Labels {
   std::vector<std::string> lanes{};
-  /// Names of links in one direction, and which of them each hop of a lane uses.
+  /// Names of links in one direction, and which of them each hop of a lane
+  /// uses.
   std::vector<LinkLabel> links{};
   std::vector<std::vector<std::vector<int>>> lane_links{};
 };
@@ -46,12 +47,12 @@ struct Options {
 
 /// One control thread that drives a `Scheduler` over a `Transport`.
 ///
-/// Thread-safe; nothing but the destructor blocks. `src` and `dst` belong to the
-/// caller and must stay valid until `done` has been called. A block that fails is
-/// issued again before anyone is released; a transfer ends with an error only if
-/// its direct lane failed too. The destructor drains: every `done` has been called
-/// and has returned when it returns (called from within a `done`, it does not wait
-/// for the other ones to return).
+/// Thread-safe; nothing but the destructor blocks. `src` and `dst` belong to
+/// the caller and must stay valid until `done` has been called. A block that
+/// fails is issued again before anyone is released; a transfer ends with an
+/// error only if its direct lane failed too. The destructor drains: every
+/// `done` has been called and has returned when it returns (called from within
+/// a `done`, it does not wait for the other ones to return).
 ///
 /// After a fork the child's copy has no threads: its calls fail with
 /// FAILED_PRECONDITION and its destructor frees nothing.
@@ -79,8 +80,8 @@ class Engine {
   virtual std::vector<TraceEvent> Trace() const = 0;
 };
 
-/// The engine of this process, or null where transfers are plain copies: none was
-/// set, or this is the child of a fork.
+/// The engine of this process, or null where transfers are plain copies: none
+/// was set, or this is the child of a fork.
 std::shared_ptr<Engine> ProcessEngine();
 /// Blocks until the old engine has drained, if nobody else holds it.
 void SetProcessEngine(std::shared_ptr<Engine> engine);

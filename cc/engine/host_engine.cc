@@ -13,10 +13,9 @@ namespace {
 using transport::host::HostTransport;
 using transport::host::LinkModel;
 
-// The control thread needs a moment to issue the next block; a lane must not wait
-// for it. A relay works on two blocks at once.
-constexpr int kDirectWindowBlocks = 2;
-constexpr int kRelayWindowBlocks = 3;
+// The control thread needs a moment to issue the next block; a lane must not
+// wait for it. More would only queue behind a lane that turns out to be slow.
+constexpr int kWindowBlocks = 2;
 constexpr int kChunkBlocks = 8;
 
 Status Check(const topo::Topology& topology, const HostEngineOptions& options) {
@@ -33,10 +32,10 @@ Status Check(const topo::Topology& topology, const HostEngineOptions& options) {
                            std::to_string(options.block_bytes));
   }
   if (options.chunk_bytes != 0 && options.chunk_bytes < options.block_bytes) {
-    return InvalidArgument(
-        "chunk_bytes: expected at least block_bytes (" +
-        std::to_string(options.block_bytes) + ") or 0 for the default, got " +
-        std::to_string(options.chunk_bytes));
+    return InvalidArgument("chunk_bytes: expected at least block_bytes (" +
+                           std::to_string(options.block_bytes) +
+                           ") or 0 for the default, got " +
+                           std::to_string(options.chunk_bytes));
   }
   if (options.trace_capacity < 0) {
     return InvalidArgument("trace_capacity: expected at least 0, got " +
@@ -81,8 +80,9 @@ Labels MakeLabels(const topo::Topology& topology,
          .bandwidth_bytes_per_s = link.b_to_a_bytes_per_s * rate_scale});
   }
   for (const topo::Path& path : paths) {
-    std::string name = graph.gpus[path.gpu].id +
-                       (path.direction == topo::Direction::kH2d ? " h2d" : " d2h");
+    std::string name =
+        graph.gpus[path.gpu].id +
+        (path.direction == topo::Direction::kH2d ? " h2d" : " d2h");
     if (path.is_relay()) name += " via " + graph.gpus[path.relay].id;
     labels.lanes.push_back(std::move(name));
     std::vector<std::vector<int>> hops;
@@ -104,18 +104,19 @@ StatusOr<HostEngine> CreateHostEngine(const topo::Topology& topology,
   TB_RETURN_IF_ERROR(Check(topology, options));
   topo::LanePlan plan = LanesToNearestMemory(topology, options.is_pooled);
   const int num_lanes = static_cast<int>(plan.paths.size());
-  LinkModel links =
-      options.is_emulated
-          ? transport::host::EmulatedLinks(topology, plan.paths, options.rate_scale)
-          : transport::host::UnlimitedLinks(num_lanes);
+  LinkModel links = options.is_emulated
+                        ? transport::host::EmulatedLinks(topology, plan.paths,
+                                                         options.rate_scale)
+                        : transport::host::UnlimitedLinks(num_lanes);
   Options engine_options{
       .labels = MakeLabels(topology, plan.paths, options.rate_scale),
       .trace_capacity = options.trace_capacity};
   sched::Config config;
   config.mode = options.mode;
   config.block_bytes = options.block_bytes;
-  config.chunk_bytes = options.chunk_bytes != 0 ? options.chunk_bytes
-                                                : kChunkBlocks * options.block_bytes;
+  config.chunk_bytes = options.chunk_bytes != 0
+                           ? options.chunk_bytes
+                           : kChunkBlocks * options.block_bytes;
   for (topo::Path& path : plan.paths) {
     path.bandwidth_bytes_per_s *= options.rate_scale;
   }
@@ -128,15 +129,14 @@ StatusOr<HostEngine> CreateHostEngine(const topo::Topology& topology,
   for (int i = 0; i < num_lanes; ++i) {
     sched::LaneSpec lane;
     lane.path = plan.paths[i];
-    lane.window_bytes = options.block_bytes * (lane.path.is_relay()
-                                                   ? kRelayWindowBlocks
-                                                   : kDirectWindowBlocks);
+    lane.window_bytes = kWindowBlocks * options.block_bytes;
     lane.caps = plan.lane_caps[i];
     config.lanes.push_back(std::move(lane));
   }
-  TB_ASSIGN_OR_RETURN(std::unique_ptr<HostTransport> transport,
-                      HostTransport::Create(std::move(plan.paths), std::move(links),
-                                            options.num_threads));
+  TB_ASSIGN_OR_RETURN(
+      std::unique_ptr<HostTransport> transport,
+      HostTransport::Create(std::move(plan.paths), std::move(links),
+                            options.num_threads));
   HostEngine result;
   result.transport = transport.get();
   TB_ASSIGN_OR_RETURN(result.engine,

@@ -34,9 +34,9 @@ struct HostEngine {
   transport::host::HostTransport* transport = nullptr;
 };
 
-/// An engine for CPU devices with lanes for every GPU of `topology`, both ways, to
-/// and from its nearest memory. INVALID_ARGUMENT, naming the option, for one that
-/// cannot work.
+/// An engine for CPU devices with lanes for every GPU of `topology`, both ways,
+/// to and from its nearest memory. INVALID_ARGUMENT, naming the option, for one
+/// that cannot work.
 StatusOr<HostEngine> CreateHostEngine(const topo::Topology& topology,
                                       const HostEngineOptions& options);
 

@@ -18,8 +18,9 @@ struct Slot {
 Slot& TheSlot() {
   static auto* const slot = [] {
     auto* const made = new Slot;
-    // A fork must not copy the lock while another thread holds it, and the child
-    // has no engine: its copy has no threads. Nothing of it is destroyed there.
+    // A fork must not copy the lock while another thread holds it, and the
+    // child has no engine: its copy has no threads. Nothing of it is destroyed
+    // there.
     pthread_atfork([] { TheSlot().mutex.lock(); },
                    [] { TheSlot().mutex.unlock(); },
                    [] {

@@ -11,19 +11,22 @@ namespace {
 constexpr double kNsPerSecond = 1e9;
 
 // A relayed block crosses one hop after the other.
-double NsPerByte(const topo::Path& path, const std::vector<std::vector<int>>& hops,
+double NsPerByte(const topo::Path& path,
+                 const std::vector<std::vector<int>>& hops,
                  const std::vector<LinkLabel>& links) {
   double ns_per_byte = 0;
   for (const std::vector<int>& hop : hops) {
     double slowest = 0;
     for (const int link : hop) {
-      slowest = std::max(slowest, kNsPerSecond / links[link].bandwidth_bytes_per_s);
+      slowest =
+          std::max(slowest, kNsPerSecond / links[link].bandwidth_bytes_per_s);
     }
     ns_per_byte += slowest;
   }
   if (std::isfinite(ns_per_byte) && ns_per_byte > 0) return ns_per_byte;
-  return path.bandwidth_bytes_per_s > 0 ? kNsPerSecond / path.bandwidth_bytes_per_s
-                                        : 0;
+  return path.bandwidth_bytes_per_s > 0
+             ? kNsPerSecond / path.bandwidth_bytes_per_s
+             : 0;
 }
 
 std::string DirectionName(topo::Direction direction) {
@@ -39,7 +42,8 @@ Labels DefaultLabels(const std::vector<topo::Path>& paths) {
     for (const int link : path.links) num_links = std::max(num_links, link + 1);
   }
   for (int link = 0; link < num_links; ++link) {
-    for (const auto direction : {topo::Direction::kH2d, topo::Direction::kD2h}) {
+    for (const auto direction :
+         {topo::Direction::kH2d, topo::Direction::kD2h}) {
       labels.links.push_back({.name = "link" + std::to_string(link) + " " +
                                       DirectionName(direction)});
     }
@@ -108,7 +112,8 @@ void Recorder::OnBlockDone(const sched::Block& block, int64_t issued_ns,
     lane.num_bytes += block.size_bytes;
     lane.queued_ns += std::max<int64_t>(done.start_ns - issued_ns, 0);
     // A lane that works on two blocks at once owes them one after the other.
-    const int64_t turn_ns = std::max(done.start_ns, lane_busy_[block.lane].until_ns);
+    const int64_t turn_ns =
+        std::max(done.start_ns, lane_busy_[block.lane].until_ns);
     if (static_cast<double>(done.end_ns - turn_ns) >
         late_factor_ * ExpectedNs(block.lane, block.size_bytes)) {
       ++lane.num_late_blocks;

@@ -13,8 +13,8 @@
 
 namespace turbobus::engine {
 
-/// Keeps an engine's statistics and its trace. Thread-safe; never blocks beyond a
-/// short lock. One thread (the control thread) writes, any may read.
+/// Keeps an engine's statistics and its trace. Thread-safe; never blocks beyond
+/// a short lock. One thread (the control thread) writes, any may read.
 class Recorder {
  public:
   /// Transfers that `Stats::recent_transfers` keeps.

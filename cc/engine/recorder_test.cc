@@ -39,8 +39,9 @@ TEST(RecorderTest, BusyTimeIsTheUnionOfWhatOverlaps) {
   Recorder recorder({DirectPath()}, 1.25, {}, 0);
   for (const auto& [start, end] : {std::pair{0, 2}, {1, 3}, {5, 6}}) {
     recorder.OnIssue(BlockOf(0, 1000));
-    recorder.OnBlockDone(BlockOf(0, 1000), 0,
-                         {.id = 1, .start_ns = start * kMs, .end_ns = end * kMs});
+    recorder.OnBlockDone(
+        BlockOf(0, 1000), 0,
+        {.id = 1, .start_ns = start * kMs, .end_ns = end * kMs});
   }
   const Stats stats = recorder.Get(9);
   EXPECT_EQ(stats.lanes[0].busy_ns, 4 * kMs);
@@ -59,7 +60,8 @@ TEST(RecorderTest, ABlockIsLateAgainstItsTurnOnTheLane) {
     return recorder.Get(0).lanes[0].num_late_blocks;
   };
   EXPECT_EQ(done(0, kMs), 0);
-  EXPECT_EQ(done(0, 2 * kMs), 0) << "worked on beside the first, and came after it";
+  EXPECT_EQ(done(0, 2 * kMs), 0)
+      << "worked on beside the first, and came after it";
   EXPECT_EQ(done(2 * kMs, 4 * kMs), 1);
 }
 
@@ -129,7 +131,8 @@ TEST(RecorderTest, DefaultLabelsNameLanesByGpuDirectionAndRelay) {
   topo::Path back = RelayPath();
   back.direction = topo::Direction::kD2h;
   const Labels labels = DefaultLabels({DirectPath(), back});
-  EXPECT_EQ(labels.lanes, (std::vector<std::string>{"gpu0 h2d", "gpu0 d2h via gpu1"}));
+  EXPECT_EQ(labels.lanes,
+            (std::vector<std::string>{"gpu0 h2d", "gpu0 d2h via gpu1"}));
   EXPECT_EQ(labels.links[labels.lane_links[1][0][1]].name, "link2 d2h");
 }
 

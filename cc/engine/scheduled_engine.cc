@@ -1,4 +1,4 @@
-#include "engine/engine.h"
+#include "engine/scheduled_engine.h"
 
 #include <mutex>
 #include <optional>
@@ -9,8 +9,8 @@
 #include "base/thread.h"
 #include "engine/completion.h"
 #include "engine/driver.h"
+#include "engine/engine.h"
 #include "engine/fork.h"
-#include "engine/scheduled_engine.h"
 
 namespace turbobus::engine {
 namespace {
@@ -36,12 +36,13 @@ class ScheduledEngine final : public Engine {
         completions_(std::move(completions)),
         recorder_(transport_->paths(), late_factor, std::move(options),
                   transport_->NowNs()),
-        driver_(std::move(scheduler), *transport_, recorder_,
-                [this](std::function<void(Status)> done, Status status) {
-                  if (!done) return;
-                  completions_->Run([done = std::move(done),
-                                     status = std::move(status)] { done(status); });
-                }) {}
+        driver_(
+            std::move(scheduler), *transport_, recorder_,
+            [this](std::function<void(Status)> done, Status status) {
+              if (!done) return;
+              completions_->Run([done = std::move(done),
+                                 status = std::move(status)] { done(status); });
+            }) {}
 
   Status Start() {
     TB_ASSIGN_OR_RETURN(control_, StartThread("tb-control", [this] { Run(); }));
@@ -76,7 +77,8 @@ class ScheduledEngine final : public Engine {
       command.transfer = id;
       command.request = std::move(request);
       command.submitted_ns = now_ns;
-      if (commands_.size() > 1) return id;  // The thread has been woken for these.
+      if (commands_.size() > 1)
+        return id;  // The thread has been woken for these.
     }
     transport_->Wake();
     return id;
@@ -158,7 +160,8 @@ class ScheduledEngine final : public Engine {
     }
     bool knows_gpu = false;
     for (const topo::Path& path : transport_->paths()) {
-      if (path.gpu != request.gpu || path.direction != request.direction) continue;
+      if (path.gpu != request.gpu || path.direction != request.direction)
+        continue;
       knows_gpu = true;
       if (request.numa_node == kNearestNumaNode ||
           request.numa_node == path.numa_node) {
@@ -170,12 +173,14 @@ class ScheduledEngine final : public Engine {
                              std::to_string(request.gpu) + " reaches node " +
                              std::to_string(request.numa_node));
     }
-    return InvalidArgument("gpu: no lane serves gpu " + std::to_string(request.gpu) +
-                           "; the topology has fewer GPUs than there are devices in "
-                           "use, or they have no link in this direction");
+    return InvalidArgument(
+        "gpu: no lane serves gpu " + std::to_string(request.gpu) +
+        "; the topology has fewer GPUs than there are devices in "
+        "use, or they have no link in this direction");
   }
 
-  // A GPU's direct lanes come in the order of the transport, nearest node first.
+  // A GPU's direct lanes come in the order of the transport, nearest node
+  // first.
   int NearestNumaNode(const Request& request) const {
     for (const topo::Path& path : transport_->paths()) {
       if (path.gpu == request.gpu && path.direction == request.direction &&
@@ -200,7 +205,8 @@ class ScheduledEngine final : public Engine {
   std::thread control_;
 };
 
-/// What users hold: an engine in the process that made it, a husk in its children.
+/// What users hold: an engine in the process that made it, a husk in its
+/// children.
 class ForkSafeEngine final : public Engine {
  public:
   explicit ForkSafeEngine(std::unique_ptr<ScheduledEngine> engine)
@@ -233,7 +239,8 @@ class ForkSafeEngine final : public Engine {
 
   static Status CopyError() {
     return FailedPrecondition(
-        "this process is a fork of the one that made the engine, and has none of "
+        "this process is a fork of the one that made the engine, and has none "
+        "of "
         "its threads; make a new engine here, or start processes with spawn");
   }
 
@@ -250,10 +257,11 @@ StatusOr<std::unique_ptr<Engine>> CreateEngine(
   TB_ASSIGN_OR_RETURN(std::unique_ptr<CompletionThreads> completions,
                       CompletionThreads::Create());
   auto engine = std::make_unique<ScheduledEngine>(
-      std::move(scheduler), std::move(transport), std::move(completions), late_factor,
-      std::move(options));
+      std::move(scheduler), std::move(transport), std::move(completions),
+      late_factor, std::move(options));
   TB_RETURN_IF_ERROR(engine->Start());
-  return std::unique_ptr<Engine>(std::make_unique<ForkSafeEngine>(std::move(engine)));
+  return std::unique_ptr<Engine>(
+      std::make_unique<ForkSafeEngine>(std::move(engine)));
 }
 
 }  // namespace turbobus::engine

@@ -10,8 +10,8 @@
 
 namespace turbobus::engine {
 
-/// `Engine::Create` for a scheduler of the caller's own: how tests put in one that
-/// misbehaves. The scheduler's lanes are those of the transport.
+/// `Engine::Create` for a scheduler of the caller's own: how tests put in one
+/// that misbehaves. The scheduler's lanes are those of the transport.
 StatusOr<std::unique_ptr<Engine>> CreateEngine(
     std::unique_ptr<sched::Scheduler> scheduler,
     std::unique_ptr<transport::Transport> transport, double late_factor,

@@ -1,3 +1,5 @@
+#include "engine/engine.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +11,6 @@
 #include <string>
 #include <utility>
 
-#include "engine/engine.h"
 #include "engine/fork.h"
 #include "engine/host_engine.h"
 #include "python/bindings.h"
@@ -29,14 +30,15 @@ const char* DirectionName(topo::Direction direction) {
 topo::Direction ParseDirection(const std::string& name) {
   if (name == "h2d") return topo::Direction::kH2d;
   if (name == "d2h") return topo::Direction::kD2h;
-  throw py::value_error("direction: expected 'h2d' or 'd2h', got '" + name + "'");
+  throw py::value_error("direction: expected 'h2d' or 'd2h', got '" + name +
+                        "'");
 }
 
 sched::Mode ParseMode(const std::string& name) {
   if (name == "free-running") return sched::Mode::kFreeRunning;
   if (name == "lock-step") return sched::Mode::kLockStep;
-  throw py::value_error("mode: expected 'free-running' or 'lock-step', got '" + name +
-                        "'");
+  throw py::value_error("mode: expected 'free-running' or 'lock-step', got '" +
+                        name + "'");
 }
 
 /// How a transfer ended; what its callback and its waiter share.
@@ -71,16 +73,16 @@ class Outcome {
 class PyTransfer {
  public:
   PyTransfer(std::shared_ptr<engine::Engine> engine, int gpu,
-             topo::Direction direction, const py::buffer& src, const py::buffer& dst,
-             int numa_node)
+             topo::Direction direction, const py::buffer& src,
+             const py::buffer& dst, int numa_node)
       : engine_(std::move(engine)),
         src_(src.request()),
         dst_(dst.request(/*writable=*/true)) {
     const int64_t size_bytes = src_.size * src_.itemsize;
     if (dst_.size * dst_.itemsize != size_bytes) {
-      throw py::value_error(
-          "dst: expected " + std::to_string(size_bytes) + " bytes as in src, got " +
-          std::to_string(dst_.size * dst_.itemsize));
+      throw py::value_error("dst: expected " + std::to_string(size_bytes) +
+                            " bytes as in src, got " +
+                            std::to_string(dst_.size * dst_.itemsize));
     }
     if (!PyBuffer_IsContiguous(src_.view(), 'C') ||
         !PyBuffer_IsContiguous(dst_.view(), 'C')) {
@@ -114,8 +116,9 @@ class PyTransfer {
   /// Raises what the transfer ended with; false if it is not over in time.
   bool Wait(std::optional<double> timeout_s) {
     if (is_in_child()) {
-      RaiseIfError(FailedPrecondition("the transfer was started before a fork; its "
-                                      "engine is in the parent process"));
+      RaiseIfError(
+          FailedPrecondition("the transfer was started before a fork; its "
+                             "engine is in the parent process"));
     }
     const auto start = steady_clock::now();
     while (true) {
@@ -123,8 +126,9 @@ class PyTransfer {
       auto deadline = steady_clock::now() + std::chrono::milliseconds(100);
       bool is_last = false;
       if (timeout_s) {
-        const auto end = start + std::chrono::duration_cast<steady_clock::duration>(
-                                     std::chrono::duration<double>(*timeout_s));
+        const auto end =
+            start + std::chrono::duration_cast<steady_clock::duration>(
+                        std::chrono::duration<double>(*timeout_s));
         is_last = end <= deadline;
         deadline = std::min(end, deadline);
       }
@@ -178,8 +182,8 @@ py::dict ToDict(const engine::LinkStats& link) {
   using namespace py::literals;  // NOLINT
   return py::dict("name"_a = link.name,
                   "bandwidth_bytes_per_s"_a = link.bandwidth_bytes_per_s,
-                  "num_bytes"_a = link.num_bytes, "num_blocks"_a = link.num_blocks,
-                  "busy_ns"_a = link.busy_ns);
+                  "num_bytes"_a = link.num_bytes,
+                  "num_blocks"_a = link.num_blocks, "busy_ns"_a = link.busy_ns);
 }
 
 py::dict ToDict(const engine::TransferStats& transfer) {
@@ -200,15 +204,14 @@ py::dict ToDict(const engine::TransferStats& transfer) {
 
 py::dict ToDict(const engine::TraceEvent& event) {
   using namespace py::literals;  // NOLINT
-  return py::dict("transfer"_a = event.transfer, "lane"_a = event.lane,
-                  "gpu"_a = event.gpu,
-                  "direction"_a = DirectionName(event.direction),
-                  "offset_bytes"_a = event.offset_bytes,
-                  "size_bytes"_a = event.size_bytes,
-                  "issued_ns"_a = event.issued_ns, "start_ns"_a = event.start_ns,
-                  "relayed_ns"_a = event.relayed_ns,
-                  "resumed_ns"_a = event.resumed_ns, "end_ns"_a = event.end_ns,
-                  "status"_a = std::string(StatusCodeName(event.code)));
+  return py::dict(
+      "transfer"_a = event.transfer, "lane"_a = event.lane, "gpu"_a = event.gpu,
+      "direction"_a = DirectionName(event.direction),
+      "offset_bytes"_a = event.offset_bytes, "size_bytes"_a = event.size_bytes,
+      "issued_ns"_a = event.issued_ns, "start_ns"_a = event.start_ns,
+      "relayed_ns"_a = event.relayed_ns, "resumed_ns"_a = event.resumed_ns,
+      "end_ns"_a = event.end_ns,
+      "status"_a = std::string(StatusCodeName(event.code)));
 }
 
 template <typename T>
@@ -220,7 +223,8 @@ py::list ToList(const std::vector<T>& entries) {
 
 class PyEngine {
  public:
-  PyEngine(const topo::Topology& topology, const engine::HostEngineOptions& options)
+  PyEngine(const topo::Topology& topology,
+           const engine::HostEngineOptions& options)
       : engine_(ValueOrRaise(engine::CreateHostEngine(topology, options))) {}
 
   ~PyEngine() {
@@ -232,11 +236,13 @@ class PyEngine {
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
-  const std::shared_ptr<engine::Engine>& engine() const { return engine_.engine; }
+  const std::shared_ptr<engine::Engine>& engine() const {
+    return engine_.engine;
+  }
 
   std::unique_ptr<PyTransfer> Submit(int gpu, const std::string& direction,
-                                     const py::buffer& src, const py::buffer& dst,
-                                     int numa_node) {
+                                     const py::buffer& src,
+                                     const py::buffer& dst, int numa_node) {
     return std::make_unique<PyTransfer>(
         engine_.engine, gpu, ParseDirection(direction), src, dst, numa_node);
   }
@@ -252,7 +258,8 @@ class PyEngine {
         "now_ns"_a = stats.now_ns, "created_ns"_a = stats.created_ns,
         "num_submitted"_a = stats.num_submitted,
         "num_in_flight"_a = stats.num_in_flight,
-        "num_completed"_a = stats.num_completed, "num_failed"_a = stats.num_failed,
+        "num_completed"_a = stats.num_completed,
+        "num_failed"_a = stats.num_failed,
         "num_cancelled"_a = stats.num_cancelled,
         "num_completed_bytes"_a = stats.num_completed_bytes,
         "num_blocks_in_flight"_a = stats.num_blocks_in_flight,
@@ -283,18 +290,19 @@ class PyEngine {
   void CheckLane(int lane) const {
     const int64_t num_lanes = std::ssize(engine_.transport->paths());
     if (lane >= 0 && lane < num_lanes) return;
-    throw py::value_error("lane: expected 0 to " + std::to_string(num_lanes - 1) +
-                          ", got " + std::to_string(lane));
+    throw py::value_error("lane: expected 0 to " +
+                          std::to_string(num_lanes - 1) + ", got " +
+                          std::to_string(lane));
   }
 
   engine::HostEngine engine_;
 };
 
-std::unique_ptr<PyEngine> MakeEngine(const topo::Topology& topology, bool emulate,
-                                     bool pooled, double rate_scale,
-                                     const std::string& mode, int64_t block_bytes,
-                                     int64_t chunk_bytes, int64_t trace_capacity,
-                                     int num_threads) {
+std::unique_ptr<PyEngine> MakeEngine(const topo::Topology& topology,
+                                     bool emulate, bool pooled,
+                                     double rate_scale, const std::string& mode,
+                                     int64_t block_bytes, int64_t chunk_bytes,
+                                     int64_t trace_capacity, int num_threads) {
   return std::make_unique<PyEngine>(
       topology, engine::HostEngineOptions{.is_emulated = emulate,
                                           .is_pooled = pooled,
@@ -313,7 +321,8 @@ void BindEngine(py::module_& module) {
       .def_property_readonly("id", &PyTransfer::id)
       .def_property_readonly("is_done", &PyTransfer::is_done)
       .def("wait", &PyTransfer::Wait, py::arg("timeout_s") = py::none(),
-           "Waits until it is over, raises what it failed with; False: timed out.")
+           "Waits until it is over, raises what it failed with; False: timed "
+           "out.")
       .def("cancel", &PyTransfer::Cancel);
 
   py::class_<PyEngine>(module, "Engine")
@@ -329,11 +338,14 @@ void BindEngine(py::module_& module) {
       .def("abort", &PyEngine::Abort, py::arg("reason"))
       .def("stats", &PyEngine::GetStats)
       .def("trace",
-           [](const PyEngine& engine) { return ToList(engine.engine()->Trace()); })
-      .def("fail_blocks", &PyEngine::FailBlocks, py::kw_only(), py::arg("lane") = -1,
-           py::arg("skip") = 0, py::arg("count") = 1)
+           [](const PyEngine& engine) {
+             return ToList(engine.engine()->Trace());
+           })
+      .def("fail_blocks", &PyEngine::FailBlocks, py::kw_only(),
+           py::arg("lane") = -1, py::arg("skip") = 0, py::arg("count") = 1)
       .def("vanish_lane", &PyEngine::VanishLane, py::arg("lane"))
-      .def("slow_lane", &PyEngine::SlowLane, py::arg("lane"), py::arg("factor"));
+      .def("slow_lane", &PyEngine::SlowLane, py::arg("lane"),
+           py::arg("factor"));
 
   module.def(
       "set_process_engine",
@@ -344,7 +356,8 @@ void BindEngine(py::module_& module) {
         engine::SetProcessEngine(std::move(next));
       },
       py::arg("engine").none(true),
-      "Makes transfers of this process go through `engine`; None: plain copies.");
+      "Makes transfers of this process go through `engine`; None: plain "
+      "copies.");
   module.def("has_process_engine",
              [] { return engine::ProcessEngine() != nullptr; });
 }

@@ -23,9 +23,9 @@ struct BlockDone {
   /// Not OK: some bytes of `dst` may have been written, none will be any more.
   /// UNAVAILABLE means that the lane is gone, and stays so.
   Status status{};
-  /// When the lane turned to the block; when its bytes had reached the relay and
-  /// when that turned to passing them on (both 0 on a direct lane, or if it did
-  /// not come to that); when they had reached `dst`.
+  /// When the lane turned to the block; when its bytes had reached the relay
+  /// and when that turned to passing them on (both 0 on a direct lane, or if it
+  /// did not come to that); when they had reached `dst`.
   int64_t start_ns = 0;
   int64_t relayed_ns = 0;
   int64_t resumed_ns = 0;

@@ -19,7 +19,8 @@ std::optional<topo::PeerPath> Fabric(const topo::Topology& topology,
   return std::nullopt;
 }
 
-topo::Path RelaysOwnPath(const topo::Topology& topology, const topo::Path& path) {
+topo::Path RelaysOwnPath(const topo::Topology& topology,
+                         const topo::Path& path) {
   return topology.Paths(path.relay, path.direction, path.numa_node).front();
 }
 
@@ -38,17 +39,18 @@ std::vector<std::vector<topo::Hop>> SplitAtRelay(const topo::Topology& topology,
 }
 
 LinkModel EmulatedLinks(const topo::Topology& topology,
-                        const std::vector<topo::Path>& paths, double rate_scale) {
+                        const std::vector<topo::Path>& paths,
+                        double rate_scale) {
   LinkModel model;
   for (const topo::Resource& resource : topology.resources()) {
-    model.rates_bytes_per_s.push_back(resource.bandwidth_bytes_per_s * rate_scale);
+    model.rates_bytes_per_s.push_back(resource.bandwidth_bytes_per_s *
+                                      rate_scale);
   }
   std::map<std::pair<int, topo::Direction>, int> stagings;
   for (const topo::Path& path : paths) {
     if (!path.is_relay()) {
-      model.lanes.push_back(
-          {.hops = {{.resources = topology.ResourcesOf(path),
-                     .latency_ns = path.latency_ns}}});
+      model.lanes.push_back({.hops = {{.resources = topology.ResourcesOf(path),
+                                       .latency_ns = path.latency_ns}}});
       continue;
     }
     const topo::Path host = RelaysOwnPath(topology, path);

@@ -67,20 +67,24 @@ TEST(TopologyLinksTest, TheMemoryThatLanesShareHoldsThemTogether) {
   const auto paths = topology.Paths(0, topo::Direction::kH2d);
   const LinkModel model = EmulatedLinks(topology, paths, 1);
   FlowModel flows(model.rates_bytes_per_s);
-  const FlowId direct = flows.Start(model.lanes[0].hops[0].resources, 9, 1e18, 0);
-  const FlowId relayed = flows.Start(model.lanes[1].hops[0].resources, 9, 1e18, 0);
+  const FlowId direct =
+      flows.Start(model.lanes[0].hops[0].resources, 9, 1e18, 0);
+  const FlowId relayed =
+      flows.Start(model.lanes[1].hops[0].resources, 9, 1e18, 0);
   EXPECT_DOUBLE_EQ(flows.RateOf(direct) + flows.RateOf(relayed), 1500);
 }
 
 TEST(TopologyLinksTest, APathIsSplitWhereTheRelayIs) {
   const topo::Topology topology = TwoGpus();
-  const auto down = SplitAtRelay(topology, topology.Paths(0, topo::Direction::kH2d)[1]);
+  const auto down =
+      SplitAtRelay(topology, topology.Paths(0, topo::Direction::kH2d)[1]);
   ASSERT_EQ(down.size(), 2U);
   EXPECT_EQ(topology.links()[down[0].front().link].id, "pcie1");
   EXPECT_TRUE(down[0].front().is_a_to_b);
   EXPECT_EQ(topology.links()[down[1].front().link].id, "nvlink");
   EXPECT_FALSE(down[1].front().is_a_to_b);
-  const auto up = SplitAtRelay(topology, topology.Paths(0, topo::Direction::kD2h)[1]);
+  const auto up =
+      SplitAtRelay(topology, topology.Paths(0, topo::Direction::kD2h)[1]);
   EXPECT_EQ(topology.links()[up[0].front().link].id, "nvlink");
   EXPECT_TRUE(up[0].front().is_a_to_b);
 }
