@@ -61,38 +61,47 @@ def test_bytes_are_exact_on_every_topology_in_both_modes(name, emulate, mode):
     assert stats["num_in_flight"] == stats["num_blocks_in_flight"] == 0
 
 
-def measure(mode, pooled, direction="h2d"):
-    """Bytes a second of one transfer, by the clock of the emulated links."""
+def run_one(mode, pooled, direction="h2d"):
+    """Returns the statistics of one transfer of 24 MiB on links of 200 MB/s."""
     engine = make(
         emulate=True, pooled=pooled, mode=mode, rate_scale=SCALE, block_bytes=MIB
     )
     copy(engine, 24 * MIB, direction=direction)
-    stats = engine.stats()
-    transfer = stats["recent_transfers"][0]
-    seconds = (transfer["ended_ns"] - transfer["started_ns"]) / 1e9
-    return transfer["size_bytes"] / seconds, stats
+    return engine.stats()
 
 
+def seconds_of(transfer):
+    return (transfer["ended_ns"] - transfer["started_ns"]) / 1e9
+
+
+@pytest.mark.parametrize("mode", ["free-running", "lock-step"])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_pooling_two_links_nearly_doubles_the_rate(direction):
-    direct, _ = measure("free-running", False, direction)
-    pooled, stats = measure("free-running", True, direction)
-    # Nothing is faster than its links; a loaded machine may be slower.
-    assert direct <= 200e6 * 1.001
-    assert pooled <= 400e6 * 1.001
-    assert pooled / direct > 1.6
-    relayed = stats["recent_transfers"][0]["num_relayed_bytes"]
-    assert 0.35 < relayed / (24 * MIB) < 0.6
+def test_pooling_halves_the_work_of_each_link(mode, direction):
+    # Emulated busy time, not elapsed time: a loaded machine changes nothing.
+    alone_s = 24 * MIB / 200e6
+    direct = run_one(mode, False, direction)
+    (busy,) = [lane["busy_ns"] for lane in direct["lanes"] if lane["num_bytes"]]
+    assert busy / 1e9 >= 0.999 * alone_s
+    pooled = run_one(mode, True, direction)
+    shares = [lane["num_bytes"] for lane in pooled["lanes"] if lane["num_bytes"]]
+    assert len(shares) == 2
+    assert max(shares) / sum(shares) < 0.65
 
 
-def test_lock_step_slots_pool_both_links_too():
-    direct, _ = measure("lock-step", False)
-    pooled, _ = measure("lock-step", True)
-    assert pooled / direct > 1.4
+def test_pooling_two_links_nearly_doubles_the_rate():
+    # Elapsed time: the best of a few, because others use this machine, too.
+    def best(pooled):
+        runs = [run_one("free-running", pooled) for _ in range(3)]
+        return min(seconds_of(run["recent_transfers"][0]) for run in runs)
+
+    direct_s, pooled_s = best(False), best(True)
+    assert direct_s >= 0.999 * 24 * MIB / 200e6, "faster than the link"
+    assert pooled_s >= 0.999 * 24 * MIB / 400e6, "faster than both links"
+    assert direct_s / pooled_s > 1.5
 
 
 def test_links_count_the_bytes_of_both_hops():
-    _, stats = measure("free-running", True)
+    stats = run_one("free-running", True)
     links = {link["name"]: link["num_bytes"] for link in stats["links"]}
     relayed = stats["recent_transfers"][0]["num_relayed_bytes"]
     assert links["pcie1 numa0>gpu1"] == relayed
@@ -101,7 +110,7 @@ def test_links_count_the_bytes_of_both_hops():
     assert links["pcie0 gpu0>numa0"] == 0
 
 
-def test_two_gpus_on_their_own_links_do_not_slow_each_other_down():
+def test_two_busy_gpus_each_keep_to_their_own_link():
     engine = make(emulate=True, rate_scale=SCALE, block_bytes=MIB)
     buffers = [(pattern(16 * MIB), np.zeros(16 * MIB, np.uint8)) for _ in range(2)]
     running = [
@@ -109,9 +118,8 @@ def test_two_gpus_on_their_own_links_do_not_slow_each_other_down():
     ]
     for transfer in running:
         transfer.wait()
-    for one in engine.stats()["recent_transfers"]:
-        seconds = (one["ended_ns"] - one["started_ns"]) / 1e9
-        assert one["size_bytes"] / seconds > 0.85 * 200e6
+    relayed = sum(t["num_relayed_bytes"] for t in engine.stats()["recent_transfers"])
+    assert relayed <= 4 * MIB, "at most what one may take while the other is not there"
 
 
 def test_a_failed_block_is_issued_again_and_the_bytes_are_right():
@@ -130,7 +138,7 @@ def test_bytes_that_fail_everywhere_fail_the_transfer_and_leave_the_engine_well(
     src, dst = pattern(MIB), np.zeros(MIB, np.uint8)
     engine.fail_blocks(count=1000)
     transfer = engine.submit(0, "h2d", src, dst)
-    with pytest.raises(TurboBusError, match="on the direct lane too.*injected fault"):
+    with pytest.raises(TurboBusError, match=r"on the direct lane too.*injected fault"):
         transfer.wait()
     engine.fail_blocks(count=0)
     stats = engine.stats()
@@ -172,11 +180,8 @@ def test_a_slow_relay_is_left_to_others():
     engine.slow_lane(lane_index(engine, "gpu0 h2d via gpu1"), 20)
     copy(engine, 24 * MIB)
     stats = engine.stats()
-    transfer = stats["recent_transfers"][0]
-    seconds = (transfer["ended_ns"] - transfer["started_ns"]) / 1e9
-    # Direct alone takes 126 ms; the slow lane may cost the window it began with,
-    # two blocks of 105 ms, and is not used again.
-    assert seconds < 0.126 + 2.3 * 0.105
+    # It may have the window it began with, and is then left alone.
+    assert stats["recent_transfers"][0]["num_relayed_bytes"] <= 3 * MIB
 
 
 def test_cancel_ends_a_transfer_early():
@@ -255,7 +260,7 @@ def test_bad_arguments_name_themselves():
         engine.submit(0, "up", src, dst)
     with pytest.raises(ValueError, match="gpu: no lane serves gpu 2"):
         engine.submit(2, "h2d", src, dst)
-    with pytest.raises(ValueError, match="numa_node: .* node 5"):
+    with pytest.raises(ValueError, match=r"numa_node: .* node 5"):
         engine.submit(0, "h2d", src, dst, 5)
     with pytest.raises(ValueError, match="dst: expected 1000 bytes"):
         engine.submit(0, "h2d", src, dst[:10])
