@@ -27,13 +27,25 @@ _add_installed_core()
 
 from jax_turbobus._observe import stats, trace  # noqa: E402
 from jax_turbobus.config import configure, configured  # noqa: E402
-from jax_turbobus.offload import device_put, to_device, to_host  # noqa: E402
+from jax_turbobus.offload import (  # noqa: E402
+    device_put,
+    fetch,
+    overlap,
+    scan_layers,
+    store,
+    to_device,
+    to_host,
+)
 
 __all__ = [
     "configure",
     "configured",
     "device_put",
+    "fetch",
+    "overlap",
+    "scan_layers",
     "stats",
+    "store",
     "to_device",
     "to_host",
     "trace",

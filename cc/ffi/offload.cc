@@ -182,6 +182,9 @@ Outcome D2hNew(int32_t device, AnyBuffer src, Result dst) {
   return Finished(Copy("turbobus_d2h_new", Direction::kD2h, device, src, *dst));
 }
 
+/// Memory that a later call fills: nothing to do.
+Outcome Buffer(AnyBuffer, Result) { return OkStatus(); }
+
 Outcome Fetch(int32_t device, AnyBuffer stack, AnyBuffer index, Result row,
               int64_t axis) {
   return Finished(FetchRow("turbobus_fetch", device, stack, index, *row, axis));
@@ -246,6 +249,8 @@ XLA_FFI_DEFINE_HANDLER(kD2hCopy, D2hCopy,
                            .Arg<AnyBuffer>()  // src
                            .Arg<AnyBuffer>()  // out
                            .Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kBuffer, Buffer,
+                       xla::ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kFetch, Fetch,
                        Bind()
                            .Arg<AnyBuffer>()  // stack
@@ -303,6 +308,7 @@ std::vector<Target> OffloadTargets() {
       {"turbobus_d2h_copy", kD2hCopy},
       {"turbobus_d2h_new", kD2hNew},
       {"turbobus_d2h_new_start", kD2hNewStart},
+      {"turbobus_buffer", kBuffer},
       {"turbobus_fetch", kFetch},
       {"turbobus_store", kStore},
       {"turbobus_h2d_start", kH2dStart},

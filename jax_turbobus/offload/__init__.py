@@ -5,5 +5,16 @@ docs/offload.md says how each lowers, and what to watch out for.
 
 from jax_turbobus.offload import _rules as _rules
 from jax_turbobus.offload._move import device_put, to_device, to_host
+from jax_turbobus.offload._overlap import overlap
+from jax_turbobus.offload._rows import fetch, store
+from jax_turbobus.offload._scan_layers import scan_layers
 
-__all__ = ["device_put", "to_device", "to_host"]
+__all__ = [
+    "device_put",
+    "fetch",
+    "overlap",
+    "scan_layers",
+    "store",
+    "to_device",
+    "to_host",
+]

@@ -14,6 +14,7 @@ __all__ = [
     "check_out",
     "check_row",
     "check_space",
+    "check_stack",
     "space_of",
 ]
 

@@ -17,6 +17,7 @@ from jax_turbobus.offload._checks import (
     check_space,
     space_of,
 )
+from jax_turbobus.offload._rows import vary_alike
 
 __all__ = ["device_put", "to_device", "to_host"]
 
@@ -137,19 +138,8 @@ def _to_host_into(x: Any, out: Any) -> Any:
     check_out("to_host", x, out)
     if _compat.is_tracer(x) or _compat.is_tracer(out):
         _ffi.register()
-        return p.d2h_into_p.bind(*_vary_alike(x, out))
+        return p.d2h_into_p.bind(*vary_alike(x, out))
     return _compiled(p.d2h_into_p, out.sharding, donate=(1,))(x, out)
-
-
-def _vary_alike(x: Any, out: Any) -> tuple[Any, Any]:
-    """Returns `x` and `out` as values that differ over the same mesh axes."""
-    axes = _compat.varying_axes(x) | _compat.varying_axes(out)
-    return tuple(_vary_over(value, axes) for value in (x, out))
-
-
-def _vary_over(x: Any, axes: frozenset[str]) -> Any:
-    missing = tuple(sorted(axes - _compat.varying_axes(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _bind(primitive: Any, space: Any, x: Any) -> Any:

@@ -31,6 +31,8 @@ __all__ = [
     "fetch_start_p",
     "h2d_p",
     "h2d_start_p",
+    "host_buffer_like",
+    "row_aval",
     "store_p",
     "store_start_p",
     "tie_p",
@@ -275,17 +277,53 @@ store_start_p = _define(
 )
 
 
-def _allocate(context: Any) -> Any:
-    """Returns host memory of the result's type, made inside a CUDA program."""
-    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)
-    (buffer,) = rule(context.replace(avals_in=[]))
-    return buffer
+def _place_on_host(context: Any, buffer: Any) -> Any:
+    rule = jax.ffi.ffi_lowering(
+        "annotate_device_placement",
+        api_version=1,
+        has_side_effect=True,
+        skip_ffi_layout_processing=True,
+        extra_attributes={
+            "mhlo.frontend_attributes": mlir.ir_attribute(
+                {"_xla_buffer_placement": "pinned_host"}
+            )
+        },
+    )
+    return rule(context, buffer)
 
 
-def _emit_d2h_cuda(context: Any, x: Any, *, target: str, side: bool) -> Sequence[Any]:
-    context = context.replace(avals_in=[*context.avals_in, *context.avals_out])
-    operands = [x, _allocate(context)]
-    return _ffi(context, target, operands, aliases={1: 0}, has_side_effect=side)
+# A buffer like `x`, split like it. Neither is read: it holds anything.
+buffer_p = _define(
+    "turbobus_buffer",
+    _to_device_aval,
+    lambda context, x: _ffi(context, "turbobus_buffer", [x]),
+    _alike,
+    platform="cpu",
+)
+_register(
+    buffer_p,
+    lambda context, x: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
+        context.replace(avals_in=[])
+    ),
+    _alike,
+    has_side_effect=False,
+    platform="cuda",
+)
+place_p: Any = Primitive("turbobus_place_on_host")
+place_p.def_abstract_eval(_to_host_aval)
+mlir.register_lowering(place_p, lambda context, buffer: [buffer], platform="cpu")
+mlir.register_lowering(place_p, _place_on_host, platform="cuda")
+
+
+def host_buffer_like(x: Any) -> Any:
+    """Returns host memory of the shape, dtype and sharding of `x`, unwritten."""
+    return place_p.bind(buffer_p.bind(x))
+
+
+def _into_new_buffer(into_p: Any) -> Any:
+    return mlir.lower_fun(
+        lambda x: into_p.bind(x, host_buffer_like(x)), multiple_results=False
+    )
 
 
 d2h_p = _define(
@@ -295,13 +333,7 @@ d2h_p = _define(
     _alike,
     platform="cpu",
 )
-_register(
-    d2h_p,
-    functools.partial(_emit_d2h_cuda, target="turbobus_d2h_copy", side=False),
-    _alike,
-    False,
-    "cuda",
-)
+mlir.register_lowering(d2h_p, _into_new_buffer(d2h_into_p), platform="cuda")
 d2h_start_p = _define(
     "turbobus_d2h_start",
     _to_host_aval,
@@ -312,13 +344,7 @@ d2h_start_p = _define(
     has_side_effect=True,
     platform="cpu",
 )
-_register(
-    d2h_start_p,
-    functools.partial(_emit_d2h_cuda, target="turbobus_d2h_start", side=True),
-    _alike,
-    True,
-    "cuda",
-)
+mlir.register_lowering(d2h_start_p, _into_new_buffer(d2h_into_start_p), platform="cuda")
 
 # The second half of a start: waits, and gives the same buffer, ready. `read` is
 # what the start reads, kept alive until then.
