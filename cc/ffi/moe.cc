@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "ffi/moe_call.h"
+#include "ffi/moe_targets.h"
 #include "ffi/targets.h"
 
 namespace turbobus::ffi {
@@ -22,6 +23,10 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-std::vector<Target> MoeTargets() { return {{"turbobus_moe_key", kNewKey}}; }
+std::vector<Target> MoeTargets() {
+  std::vector<Target> targets = {{"turbobus_moe_key", kNewKey}};
+  for (const Target& target : MoeExchangeTargets()) targets.push_back(target);
+  return targets;
+}
 
 }  // namespace turbobus::ffi

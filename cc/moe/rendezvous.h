@@ -43,6 +43,9 @@ class Work {
   /// at a time, in any order (a rank's thread starts at its share of them).
   /// Must not block.
   virtual void Run(int64_t piece) = 0;
+
+  /// Called once, after all pieces and before any member's `Done`.
+  virtual void Finish() {}
 };
 
 /// Makes the work from the ranks' records. Runs once, on the thread of the last

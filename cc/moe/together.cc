@@ -16,6 +16,7 @@ Together::Together(std::unique_ptr<Work> work, int num_workers)
     shares_[w].next = num_pieces * w / num_workers;
     shares_[w].end = num_pieces * (w + 1) / num_workers;
   }
+  if (num_pieces == 0) work_->Finish();
 }
 
 Together::~Together() = default;
@@ -39,7 +40,9 @@ void Together::RunAs(int worker) {
 void Together::Finished(int64_t num_pieces) {
   std::lock_guard lock(mutex_);
   num_left_ -= num_pieces;
-  if (num_left_ == 0) all_done_.notify_all();
+  if (num_left_ > 0) return;
+  work_->Finish();
+  all_done_.notify_all();
 }
 
 }  // namespace turbobus::moe

@@ -19,7 +19,14 @@ from jax import lax
 from jax_turbobus import _ffi
 from jax_turbobus.moe import _primitives
 
-__all__ = ["AxisName", "Group", "exchange_timeout", "meet", "set_exchange_timeout"]
+__all__ = [
+    "AxisName",
+    "Group",
+    "exchange_timeout",
+    "meet",
+    "set_exchange_timeout",
+    "vary_alike",
+]
 
 AxisName = Hashable | tuple[Hashable, ...]
 
@@ -104,12 +111,22 @@ def meet(
       ``keys: int32[num_ranks, 4]``, this call's keys of all ranks; ``rank: int32[]``;
       and the operands, all of which now vary over the same mesh axes.
     """
-    varying = frozenset(group.axes).union(*map(_varying, operands))
-    operands = [_vary(x, varying) for x in operands]
+    operands = vary_alike(group, operands)
     key = _primitives.new_key(*operands)
     keys = lax.all_gather(key, group.axis_name)
-    rank = _vary(jnp.asarray(lax.axis_index(group.axis_name), jnp.int32), varying)
-    return keys, rank, operands
+    rank = jnp.asarray(lax.axis_index(group.axis_name), jnp.int32)
+    return keys, _vary(rank, _varying(keys)), operands
+
+
+def vary_alike(group: Group, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the operands, all varying over the group's axes and each other's.
+
+    Args:
+      group: the ranks of a call.
+      operands: of that call.
+    """
+    varying = frozenset(group.axes).union(*map(_varying, operands))
+    return [_vary(x, varying) for x in operands]
 
 
 def _varying(x: jax.Array) -> frozenset[Hashable]:

@@ -6,6 +6,7 @@ recompute it and grad may see it), and under `vmap` the operands that say who me
 stay as they are while the others get a leading axis.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,21 +24,14 @@ KEY_SIZE = 4
 # `keys` and `rank`, the first operands of every exchange.
 NUM_MEETING_OPERANDS = 2
 
-
-def _lower(primitive: Primitive, target: str, *, has_side_effect: bool = False) -> None:
-    rule = jax.ffi.ffi_lowering(target, has_side_effect=has_side_effect)
-
-    def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _ffi.register()
-        return rule(ctx, *operands, **params)
-
-    mlir.register_lowering(primitive, lowering, platform="cpu")
+_NOT_MAPPED = None  # `batching.not_mapped`.
 
 
 def exchange_primitive(
     name: str,
     *,
     out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    not_attributes: Sequence[str] = (),
 ) -> Primitive:
     """Returns a primitive that lowers to the FFI target ``turbobus_moe_<name>``.
 
@@ -49,6 +43,7 @@ def exchange_primitive(
       name: of the target, and of the primitive in a jaxpr.
       out_avals: called with the data's avals and the parameters; returns the shapes
         and dtypes of the results.
+      not_attributes: parameters that the FFI target does not take.
     """
     primitive = Primitive(f"turbobus_moe_{name}")
     primitive.multiple_results = True
@@ -60,7 +55,7 @@ def exchange_primitive(
 
     def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         meeting, data = args[:NUM_MEETING_OPERANDS], args[NUM_MEETING_OPERANDS:]
-        if any(d is not batching.not_mapped for d in dims[:NUM_MEETING_OPERANDS]):
+        if any(d is not _NOT_MAPPED for d in dims[:NUM_MEETING_OPERANDS]):
             raise NotImplementedError(
                 f"{name}: keys cannot be mapped by vmap; make them inside it"
             )
@@ -68,7 +63,7 @@ def exchange_primitive(
         size = next(
             x.shape[d]
             for x, d in zip(data, data_dims, strict=True)
-            if d is not batching.not_mapped
+            if d is not _NOT_MAPPED
         )
         data = [
             batching.bdim_at_front(x, d, size)
@@ -77,25 +72,33 @@ def exchange_primitive(
         out = primitive.bind(*meeting, *data, **params)
         return out, [0] * len(out)
 
-    primitive.def_impl(lambda *args, **kw: xla.apply_primitive(primitive, *args, **kw))
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _ffi.register()
+        attributes = {k: v for k, v in params.items() if k not in not_attributes}
+        rule = jax.ffi.ffi_lowering(f"turbobus_moe_{name}")
+        return rule(ctx, *operands, **attributes)
+
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
-    _lower(primitive, f"turbobus_moe_{name}")
+    mlir.register_lowering(primitive, lower, platform="cpu")
     return primitive
 
 
 _new_key_p = Primitive("turbobus_moe_key")
-_new_key_p.def_impl(lambda *deps: xla.apply_primitive(_new_key_p, *deps))
+_new_key_p.def_impl(functools.partial(xla.apply_primitive, _new_key_p))
 
 
-@_new_key_p.def_abstract_eval
 def _new_key_abstract_eval(*deps: Any) -> Any:
     return deps[0].update(shape=(KEY_SIZE,), dtype=jax.numpy.dtype("int32"))
 
 
+_new_key_p.def_abstract_eval(_new_key_abstract_eval)
+
+
 def _new_key_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     del dims  # One key serves the whole batch: it meets as one call.
-    return _new_key_p.bind(*args), batching.not_mapped
+    return _new_key_p.bind(*args), _NOT_MAPPED
 
 
 batching.primitive_batchers[_new_key_p] = _new_key_batch

@@ -1,0 +1,379 @@
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ffi/moe_call.h"
+#include "ffi/moe_targets.h"
+#include "moe/exchange.h"
+#include "moe/rows.h"
+
+// The handlers of dispatch, combine and their gradients on CPU devices: decode,
+// check, meet. Shapes carry leading batch axes, all the same: what vmap added.
+
+namespace turbobus::ffi {
+namespace {
+
+using xla::ffi::AnyBuffer;
+using Result = xla::ffi::Result<AnyBuffer>;
+
+/// The attributes that every exchange has.
+struct Attributes {
+  std::string_view op;
+  std::string_view axis;
+  int64_t num_experts = 0;
+  int64_t expert_capacity = 0;
+  int64_t schedule = 0;
+};
+
+template <typename Call>
+class CallMember : public FutureMember {
+ public:
+  Call call;
+};
+
+template <typename Call, StatusOr<std::unique_ptr<moe::Work>> (*kMake)(
+                             std::span<const Call* const>)>
+StatusOr<std::unique_ptr<moe::Work>> MakeFrom(moe::Members members) {
+  std::vector<const Call*> calls;
+  for (const auto& member : members) {
+    calls.push_back(&static_cast<const CallMember<Call>&>(*member).call);
+  }
+  return kMake(calls);
+}
+
+Status CheckShape(const AnyBuffer& buffer, std::string_view name,
+                  const std::vector<int64_t>& expected) {
+  const auto dims = buffer.dimensions();
+  if (std::vector<int64_t>(dims.begin(), dims.end()) == expected) {
+    return OkStatus();
+  }
+  const auto text = [](auto dims) {
+    std::string list;
+    for (int64_t d : dims)
+      list += (list.empty() ? "" : ", ") + std::to_string(d);
+    return "[" + list + "]";
+  };
+  return InvalidArgument(std::string(name) + ": expected shape " +
+                         text(expected) + ", got " + text(dims));
+}
+
+Status CheckType(const AnyBuffer& buffer, std::string_view name,
+                 xla::ffi::DataType expected) {
+  if (buffer.element_type() == expected) return OkStatus();
+  return InvalidArgument(
+      std::string(name) + ": expected XLA type " +
+      std::to_string(static_cast<int>(expected)) + ", got " +
+      std::to_string(static_cast<int>(buffer.element_type())));
+}
+
+/// Shapes of all operands, from those of a rank's tokens, ids and rows.
+struct Sizes {
+  moe::ExchangeConfig config;
+  std::vector<int64_t> batch;  // Leading axes.
+  int64_t hidden = 0;
+
+  std::vector<int64_t> Shape(std::vector<int64_t> inner) const {
+    std::vector<int64_t> shape = batch;
+    shape.insert(shape.end(), inner.begin(), inner.end());
+    return shape;
+  }
+  std::vector<int64_t> Tokens() const {
+    return Shape({config.shape.num_tokens, hidden});
+  }
+  std::vector<int64_t> Choices() const {
+    return Shape({config.shape.num_tokens, config.shape.top_k});
+  }
+  std::vector<int64_t> Rows() const {
+    return Shape({config.shape.recv_capacity, hidden});
+  }
+  std::vector<int64_t> LocalExperts() const {
+    return Shape({config.shape.num_local_experts()});
+  }
+};
+
+StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
+                       const AnyBuffer& tokens, const AnyBuffer& expert_ids,
+                       const AnyBuffer& rows) {
+  const auto ids = expert_ids.dimensions();
+  const auto row = rows.dimensions();
+  if (ids.size() < 2 || row.size() != ids.size()) {
+    return InvalidArgument("expert_ids, rows: expected ranks >= 2, the same");
+  }
+  if (attributes.num_experts < 1 || attributes.num_experts % num_ranks != 0 ||
+      attributes.num_experts > std::numeric_limits<int32_t>::max() ||
+      attributes.expert_capacity < 0 || attributes.schedule < 0 ||
+      attributes.schedule >= moe::kNumSchedules) {
+    return InvalidArgument("num_experts, expert_capacity or schedule: " +
+                           std::to_string(attributes.num_experts) + ", " +
+                           std::to_string(attributes.expert_capacity) + ", " +
+                           std::to_string(attributes.schedule));
+  }
+  Sizes sizes;
+  sizes.batch.assign(ids.begin(), ids.end() - 2);
+  sizes.hidden = row.back();
+  moe::ExchangeConfig& config = sizes.config;
+  moe::ExchangeShape& shape = config.shape;
+  for (int64_t d : sizes.batch) config.num_batches *= d;
+  shape.num_ranks = num_ranks;
+  shape.num_experts = static_cast<int>(attributes.num_experts);
+  shape.num_tokens = ids[ids.size() - 2];
+  shape.top_k = static_cast<int>(ids.back());
+  shape.recv_capacity = row[row.size() - 2];
+  shape.expert_capacity = attributes.expert_capacity;
+  if (shape.recv_capacity > std::numeric_limits<int32_t>::max()) {
+    return InvalidArgument("rows: more than 2^31 - 1 of them");
+  }
+  if (shape.is_padded() && shape.expert_capacity * shape.num_local_experts() !=
+                               shape.recv_capacity) {
+    return InvalidArgument("rows: not expert_capacity for each local expert");
+  }
+  config.row_bytes =
+      sizes.hidden *
+      static_cast<int64_t>(xla::ffi::ByteWidth(rows.element_type()));
+  config.schedule = static_cast<moe::Schedule>(attributes.schedule);
+  TB_RETURN_IF_ERROR(CheckShape(tokens, "tokens", sizes.Tokens()));
+  TB_RETURN_IF_ERROR(CheckType(tokens, "tokens", rows.element_type()));
+  TB_RETURN_IF_ERROR(CheckShape(expert_ids, "expert_ids", sizes.Choices()));
+  TB_RETURN_IF_ERROR(CheckType(expert_ids, "expert_ids", xla::ffi::S32));
+  TB_RETURN_IF_ERROR(CheckShape(rows, "rows", sizes.Rows()));
+  return sizes;
+}
+
+StatusOr<moe::Element> DecodeElement(const AnyBuffer& rows) {
+  switch (rows.element_type()) {
+    case xla::ffi::F32:
+      return moe::Element::kF32;
+    case xla::ffi::F64:
+      return moe::Element::kF64;
+    case xla::ffi::BF16:
+      return moe::Element::kBF16;
+    case xla::ffi::F16:
+      return moe::Element::kF16;
+    default:
+      return InvalidArgument(
+          "rows: expected float32, float64, bfloat16 or "
+          "float16");
+  }
+}
+
+xla::ffi::DataType WeightType(moe::Element element) {
+  return element == moe::Element::kF64 ? xla::ffi::F64 : xla::ffi::F32;
+}
+
+const int32_t* Ints(const AnyBuffer& buffer) {
+  return static_cast<const int32_t*>(buffer.untyped_data());
+}
+
+/// Fills in a call and sends it to its meeting. `fill(meeting, call)` returns
+/// the bytes that the other ranks await from this one.
+template <
+    typename Call,
+    StatusOr<std::unique_ptr<moe::Work>> (*kMake)(std::span<const Call* const>),
+    typename Fill>
+xla::ffi::Future Exchange(const Attributes& attributes, const AnyBuffer& keys,
+                          const AnyBuffer& rank, Fill fill) {
+  auto meeting = DecodeMeeting(keys, rank, attributes.op, attributes.axis);
+  if (!meeting.ok()) return FailedFuture(meeting.status());
+  auto member = std::make_unique<CallMember<Call>>();
+  const Status status = fill(*meeting, member->call);
+  if (!status.ok()) return FailedFuture(status.WithContext(meeting->op));
+  return Arrive(*meeting, std::move(member), &MakeFrom<Call, kMake>);
+}
+
+xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
+                          AnyBuffer expert_ids, Result rows, Result group_sizes,
+                          Result wanted, Result slots, std::string_view axis,
+                          int64_t num_experts, int64_t expert_capacity,
+                          int64_t schedule) {
+  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
+                                 schedule};
+  const auto fill = [&](moe::Meeting& meeting,
+                        moe::DispatchCall& call) -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
+                                                  tokens, expert_ids, *rows));
+    for (const auto& [result, name] :
+         {std::pair{&group_sizes, "group_sizes"}, {&wanted, "wanted"}}) {
+      TB_RETURN_IF_ERROR(CheckShape(**result, name, sizes.LocalExperts()));
+      TB_RETURN_IF_ERROR(CheckType(**result, name, xla::ffi::S32));
+    }
+    TB_RETURN_IF_ERROR(CheckShape(*slots, "slots", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckType(*slots, "slots", xla::ffi::S32));
+    call.config = sizes.config;
+    call.tokens = tokens.untyped_data();
+    call.expert_ids = Ints(expert_ids);
+    call.rows = rows->untyped_data();
+    call.group_sizes = static_cast<int32_t*>(group_sizes->untyped_data());
+    call.wanted = static_cast<int32_t*>(wanted->untyped_data());
+    call.slots = static_cast<int32_t*>(slots->untyped_data());
+    moe::AdviseHugePages(call.rows, rows->size_bytes());
+    moe::CountDispatch(call);
+    meeting.size_bytes = tokens.size_bytes();
+    return OkStatus();
+  };
+  return Exchange<moe::DispatchCall, &moe::MakeDispatch>(attributes, keys, rank,
+                                                         fill);
+}
+
+/// Combine, and with `weights` null the transpose of dispatch.
+xla::ffi::Future Sum(const Attributes& attributes, const AnyBuffer& keys,
+                     const AnyBuffer& rank, const AnyBuffer& rows,
+                     const AnyBuffer& expert_ids, const AnyBuffer& slots,
+                     const AnyBuffer* weights, const AnyBuffer& sums) {
+  const auto fill = [&](moe::Meeting& meeting,
+                        moe::CombineCall& call) -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
+                                                  sums, expert_ids, rows));
+    TB_ASSIGN_OR_RETURN(call.element, DecodeElement(rows));
+    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckType(slots, "slots", xla::ffi::S32));
+    if (weights != nullptr) {
+      TB_RETURN_IF_ERROR(CheckShape(*weights, "weights", sizes.Choices()));
+      TB_RETURN_IF_ERROR(
+          CheckType(*weights, "weights", WeightType(call.element)));
+      call.weights = weights->untyped_data();
+    }
+    call.config = sizes.config;
+    call.rows = rows.untyped_data();
+    call.expert_ids = Ints(expert_ids);
+    call.slots = Ints(slots);
+    call.sums = sums.untyped_data();
+    moe::AdviseHugePages(call.sums, sums.size_bytes());
+    meeting.size_bytes = rows.size_bytes();
+    return OkStatus();
+  };
+  return Exchange<moe::CombineCall, &moe::MakeCombine>(attributes, keys, rank,
+                                                       fill);
+}
+
+xla::ffi::Future Combine(AnyBuffer keys, AnyBuffer rank, AnyBuffer rows,
+                         AnyBuffer expert_ids, AnyBuffer slots,
+                         AnyBuffer weights, Result sums, std::string_view axis,
+                         int64_t num_experts, int64_t expert_capacity,
+                         int64_t schedule) {
+  return Sum({"combine", axis, num_experts, expert_capacity, schedule}, keys,
+             rank, rows, expert_ids, slots, &weights, *sums);
+}
+
+xla::ffi::Future DispatchGrad(AnyBuffer keys, AnyBuffer rank, AnyBuffer rows,
+                              AnyBuffer expert_ids, AnyBuffer slots,
+                              Result sums, std::string_view axis,
+                              int64_t num_experts, int64_t expert_capacity,
+                              int64_t schedule) {
+  return Sum(
+      {"dispatch's gradient", axis, num_experts, expert_capacity, schedule},
+      keys, rank, rows, expert_ids, slots, nullptr, *sums);
+}
+
+xla::ffi::Future CombineGrad(AnyBuffer keys, AnyBuffer rank,
+                             AnyBuffer sum_grads, AnyBuffer rows,
+                             AnyBuffer expert_ids, AnyBuffer slots,
+                             AnyBuffer weights, AnyBuffer group_sizes,
+                             Result row_grads, Result weight_grads,
+                             std::string_view axis, int64_t num_experts,
+                             int64_t expert_capacity, int64_t schedule) {
+  const Attributes attributes = {"combine's gradient", axis, num_experts,
+                                 expert_capacity, schedule};
+  const auto fill = [&](moe::Meeting& meeting,
+                        moe::CombineGradCall& call) -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
+                                                  sum_grads, expert_ids, rows));
+    TB_ASSIGN_OR_RETURN(call.element, DecodeElement(rows));
+    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckType(slots, "slots", xla::ffi::S32));
+    for (const auto& [buffer, name] :
+         {std::pair{&weights, "weights"}, {&*weight_grads, "weight_grads"}}) {
+      TB_RETURN_IF_ERROR(CheckShape(*buffer, name, sizes.Choices()));
+      TB_RETURN_IF_ERROR(CheckType(*buffer, name, WeightType(call.element)));
+    }
+    TB_RETURN_IF_ERROR(
+        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
+    TB_RETURN_IF_ERROR(CheckType(group_sizes, "group_sizes", xla::ffi::S32));
+    TB_RETURN_IF_ERROR(CheckShape(*row_grads, "row_grads", sizes.Rows()));
+    TB_RETURN_IF_ERROR(CheckType(*row_grads, "row_grads", rows.element_type()));
+    call.config = sizes.config;
+    call.sum_grads = sum_grads.untyped_data();
+    call.rows = rows.untyped_data();
+    call.expert_ids = Ints(expert_ids);
+    call.slots = Ints(slots);
+    call.weights = weights.untyped_data();
+    call.group_sizes = Ints(group_sizes);
+    call.row_grads = row_grads->untyped_data();
+    call.weight_grads = weight_grads->untyped_data();
+    moe::AdviseHugePages(call.row_grads, row_grads->size_bytes());
+    meeting.size_bytes = sum_grads.size_bytes();
+    return OkStatus();
+  };
+  return Exchange<moe::CombineGradCall, &moe::MakeCombineGrad>(attributes, keys,
+                                                               rank, fill);
+}
+
+#define TB_EXCHANGE_ATTRIBUTES          \
+  .Attr<std::string_view>("axis")       \
+      .Attr<int64_t>("num_experts")     \
+      .Attr<int64_t>("expert_capacity") \
+      .Attr<int64_t>("schedule")
+
+XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // tokens
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Ret<AnyBuffer>()  // rows
+                           .Ret<AnyBuffer>()  // group_sizes
+                           .Ret<AnyBuffer>()  // wanted
+                           .Ret<AnyBuffer>()  // slots
+                       TB_EXCHANGE_ATTRIBUTES);
+
+XLA_FFI_DEFINE_HANDLER(kCombine, Combine,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // rows
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Arg<AnyBuffer>()  // slots
+                           .Arg<AnyBuffer>()  // weights
+                           .Ret<AnyBuffer>()  // sums
+                       TB_EXCHANGE_ATTRIBUTES);
+
+XLA_FFI_DEFINE_HANDLER(kDispatchGrad, DispatchGrad,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // rows
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Arg<AnyBuffer>()  // slots
+                           .Ret<AnyBuffer>()  // sums
+                       TB_EXCHANGE_ATTRIBUTES);
+
+XLA_FFI_DEFINE_HANDLER(kCombineGrad, CombineGrad,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // sum_grads
+                           .Arg<AnyBuffer>()  // rows
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Arg<AnyBuffer>()  // slots
+                           .Arg<AnyBuffer>()  // weights
+                           .Arg<AnyBuffer>()  // group_sizes
+                           .Ret<AnyBuffer>()  // row_grads
+                           .Ret<AnyBuffer>()  // weight_grads
+                       TB_EXCHANGE_ATTRIBUTES);
+
+#undef TB_EXCHANGE_ATTRIBUTES
+
+}  // namespace
+
+std::vector<Target> MoeExchangeTargets() {
+  return {
+      {"turbobus_moe_dispatch", kDispatch},
+      {"turbobus_moe_dispatch_grad", kDispatchGrad},
+      {"turbobus_moe_combine", kCombine},
+      {"turbobus_moe_combine_grad", kCombineGrad},
+  };
+}
+
+}  // namespace turbobus::ffi

@@ -1,0 +1,96 @@
+"""Rows of experts back to their tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_turbobus.moe import _exchange, _matching
+from jax_turbobus.moe._routing import Routing
+from jax_turbobus.moe._state import DispatchState
+
+__all__ = ["combine"]
+
+
+def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
+    """Returns, for each token, the weighted sum of its experts' rows.
+
+    The weights given to `dispatch` are applied here, once. Sums accumulate in float32
+    (float64 for float64 rows) and are rounded once. Masked choices and dropped rows
+    count as zero; rows that belong to no token are never read, whatever is in them.
+
+    Args:
+      rows: ``[recv_capacity, hidden]``, or ``[num_local_experts, expert_capacity,
+        hidden]`` if the dispatch was padded: what this rank's experts made of the rows
+        of `dispatch`. `hidden` and dtype may differ from those of the tokens.
+      state: of that `dispatch`.
+
+    Returns:
+      ``[num_tokens, hidden]`` of the dtype of `rows`; float32 if that is an integer
+      dtype.
+
+    Raises:
+      TypeError: `state` is not a `DispatchState`, or `rows` cannot be added up.
+      ValueError: `rows` has another shape than the dispatch's rows.
+
+    Transforms:
+      jit, shard_map (``check_vma`` too), grad in `rows` and in the state's weights,
+      vmap (a batch meets as one call), scan, remat. Reverse mode once.
+    """
+    if not isinstance(state, DispatchState):
+        raise TypeError(
+            "combine: state: expected the DispatchState that dispatch returned, got"
+            f" {type(state).__name__}"
+        )
+    routing = state.routing
+    num_axes = len(routing.rows_shape)
+    if rows.ndim != num_axes + 1 or rows.shape[:-1] != routing.rows_shape:
+        expected = ", ".join(map(str, routing.rows_shape))
+        raise ValueError(
+            f"combine: rows: expected shape [{expected}, hidden], that of the rows of"
+            f" this state's dispatch, got {list(rows.shape)}"
+        )
+    real = jnp.issubdtype(rows.dtype, jnp.floating) or (
+        jnp.issubdtype(rows.dtype, jnp.integer)
+    )
+    if not real:
+        raise TypeError(
+            f"combine: rows: expected a floating or integer dtype, got {rows.dtype}"
+        )
+    rows = rows.reshape(routing.num_rows, rows.shape[-1])
+    dtype = rows.dtype
+    if dtype.name not in _exchange.SUMMABLE:
+        rows = rows.astype(jnp.float32)
+    weights = state.weights.astype(_exchange.weight_dtype(rows.dtype))
+    rows, weights, expert_ids, slots, group_sizes = _matching.vary_alike(
+        routing.group,
+        (rows, weights, state.expert_ids, state.slots, state.group_sizes),
+    )
+    sums = _bring(routing, rows, weights, expert_ids, slots, group_sizes)
+    return sums.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _bring(
+    routing: Routing,
+    rows: jax.Array,
+    weights: jax.Array,
+    expert_ids: jax.Array,
+    slots: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    del group_sizes  # Of the gradient's padding.
+    return _exchange.bring(routing, rows, weights, expert_ids, slots)
+
+
+def _bring_forward(routing: Routing, *operands: jax.Array) -> Any:
+    return _bring(routing, *operands), operands
+
+
+def _bring_backward(routing: Routing, residuals: Any, sum_grads: jax.Array) -> Any:
+    row_grads, weight_grads = _exchange.bring_grad(routing, sum_grads, *residuals)
+    return row_grads, weight_grads, None, None, None
+
+
+_bring.defvjp(_bring_forward, _bring_backward)

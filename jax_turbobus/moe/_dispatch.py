@@ -1,0 +1,126 @@
+"""Tokens to the ranks of their experts."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_turbobus.moe import _exchange, _matching, _routing
+from jax_turbobus.moe._matching import AxisName
+from jax_turbobus.moe._routing import Routing
+from jax_turbobus.moe._state import DispatchState
+
+__all__ = ["dispatch"]
+
+
+def dispatch(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    recv_capacity: int | None = None,
+    expert_capacity: int | None = None,
+    schedule: str = "auto",
+    valid: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, DispatchState]:
+    """Returns the rows that this rank's experts work on, their sizes, and a state.
+
+    To be called by every rank of `axis_name` inside `jax.shard_map`. Rank r owns the
+    experts ``[r * L, (r + 1) * L)``, ``L = num_experts / num_ranks``. A token gets one
+    row for each different expert that it chose; rows are ordered by (local expert,
+    token's rank, token).
+
+    Args:
+      tokens: ``[num_tokens, hidden]``, this rank's, of any dtype of whole bytes;
+        `num_tokens` may be 0, and is the same on all ranks.
+      expert_ids: ``int32[num_tokens, top_k]``. An id outside ``[0, num_experts)``
+        masks its choice. An expert that a token names twice works once and counts
+        with both weights.
+      weights: ``float[num_tokens, top_k]``, applied by `combine` and only there.
+      num_experts: experts of all ranks together, a multiple of their number. Static.
+      axis_name: mesh axis of the ranks, or a tuple of axes, major first. Static.
+      recv_capacity: rows that this rank can receive. Static. By default as many as
+        could ever come, ``num_ranks * num_tokens * min(top_k, L)``. If more are wanted
+        than fit, the fullest local experts are cut to a common size, each keeping its
+        first rows; what is dropped contributes exactly zero, forward and backward, and
+        `DispatchState.overflow` tells.
+      expert_capacity: pad every local expert to this many rows instead, for a batched
+        matmul; each keeps its first rows. Static.
+      schedule: how bytes travel, ``"auto"``, ``"packed"``, ``"broadcast"``,
+        ``"direct"`` or ``"relay"``. Never changes a result. Static.
+      valid: ``bool[num_tokens]``; False masks all choices of a token.
+
+    Returns:
+      ``rows``: ``[recv_capacity, hidden]``, or with `expert_capacity`
+      ``[L, expert_capacity, hidden]``; rows that belong to no token are zero.
+      ``group_sizes``: ``int32[L]``, rows of each local expert, for
+      `jax.lax.ragged_dot`. ``state``: for `combine`.
+
+    Raises:
+      TypeError: a dtype or a static size is of the wrong kind.
+      ValueError: shapes, sizes, axis or schedule that cannot be; the message says what
+        was expected, what came and what to do.
+
+    Transforms:
+      jit, shard_map (``check_vma`` too), grad in `tokens` (and through the state in
+      `weights`), vmap (a batch meets as one call), scan, remat. Reverse mode once.
+
+    Source: DESIGN, "Expert exchange"; ThunderEP's filtering and packing.
+    """
+    _routing.check_arrays("dispatch", tokens, expert_ids, weights, valid)
+    routing = _routing.routing_of(
+        "dispatch",
+        num_tokens=tokens.shape[0],
+        hidden=tokens.shape[1],
+        top_k=expert_ids.shape[1],
+        dtype=tokens.dtype,
+        num_experts=num_experts,
+        axis_name=axis_name,
+        recv_capacity=recv_capacity,
+        expert_capacity=expert_capacity,
+        schedule=schedule,
+    )
+    if valid is not None:
+        expert_ids = jnp.where(valid[:, None], expert_ids, -1)
+    # Before the custom VJP: the transpose of this is the sum over the axes on which
+    # an operand was the same.
+    tokens, expert_ids, weights = _matching.vary_alike(
+        routing.group, (tokens, expert_ids, weights)
+    )
+    rows, group_sizes, wanted, slots = _send(routing, tokens, expert_ids)
+    state = DispatchState(
+        expert_ids=expert_ids,
+        weights=weights,
+        slots=slots,
+        group_sizes=group_sizes,
+        wanted=wanted,
+        routing=routing,
+    )
+    return rows.reshape(*routing.rows_shape, tokens.shape[1]), group_sizes, state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Any:
+    return _exchange.send(routing, tokens, expert_ids)
+
+
+def _send_forward(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Any:
+    results = _exchange.send(routing, tokens, expert_ids)
+    slots = results[-1]
+    return results, (expert_ids, slots)
+
+
+def _send_backward(routing: Routing, residuals: Any, cotangents: Any) -> Any:
+    expert_ids, slots = residuals
+    row_grads = cotangents[0]
+    dtype = row_grads.dtype
+    if dtype.name not in _exchange.SUMMABLE:
+        row_grads = row_grads.astype(jnp.float32)
+    grads = _exchange.send_grad(routing, row_grads, expert_ids, slots)
+    return grads.astype(dtype), None
+
+
+_send.defvjp(_send_forward, _send_backward)

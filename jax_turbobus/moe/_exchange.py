@@ -1,0 +1,123 @@
+"""The four exchanges as primitives, bound for one call of all ranks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_turbobus.moe import _matching, _primitives
+from jax_turbobus.moe._routing import Routing
+
+__all__ = ["SUMMABLE", "bring", "bring_grad", "send", "send_grad", "weight_dtype"]
+
+# Dtypes that the C++ core adds rows in; others are converted to float32 and back.
+SUMMABLE = ("float32", "float64", "bfloat16", "float16")
+
+
+def weight_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which sums of rows of `dtype` accumulate."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _sized(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _send_avals(tokens: Any, expert_ids: Any, **params: Any) -> Any:
+    batch, hidden = tokens.shape[:-2], tokens.shape[-1]
+    experts = _sized((*batch, params["num_local_experts"]), jnp.int32)
+    rows = _sized((*batch, params["num_rows"], hidden), tokens.dtype)
+    return rows, experts, experts, _sized(expert_ids.shape, jnp.int32)
+
+
+def _bring_avals(rows: Any, expert_ids: Any, *_: Any, **params: Any) -> Any:
+    del params
+    return (_sized((*expert_ids.shape[:-1], rows.shape[-1]), rows.dtype),)
+
+
+def _bring_grad_avals(
+    grads: Any, rows: Any, ids: Any, slots: Any, weights: Any, *_: Any, **params: Any
+) -> Any:
+    del grads, ids, slots, params
+    return _sized(rows.shape, rows.dtype), _sized(weights.shape, weights.dtype)
+
+
+# The sizes of results are parameters of the primitives only: a handler reads them off
+# its results.
+_SIZES = ("num_rows", "num_local_experts")
+
+_send_p = _primitives.exchange_primitive(
+    "dispatch", out_avals=_send_avals, not_attributes=_SIZES
+)
+_send_grad_p = _primitives.exchange_primitive(
+    "dispatch_grad", out_avals=_bring_avals, not_attributes=_SIZES
+)
+_bring_p = _primitives.exchange_primitive(
+    "combine", out_avals=_bring_avals, not_attributes=_SIZES
+)
+_bring_grad_p = _primitives.exchange_primitive(
+    "combine_grad", out_avals=_bring_grad_avals, not_attributes=_SIZES
+)
+
+
+def _bind(primitive: Any, routing: Routing, *operands: jax.Array) -> Any:
+    keys, rank, data = _matching.meet(routing.group, operands)
+    return primitive.bind(
+        keys,
+        rank,
+        *data,
+        num_rows=routing.num_rows,
+        num_local_experts=routing.num_local_experts,
+        **routing.attributes,
+    )
+
+
+def send(
+    routing: Routing, tokens: jax.Array, expert_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
+    rows, group_sizes, wanted, slots = _bind(_send_p, routing, tokens, expert_ids)
+    return rows, group_sizes, wanted, slots
+
+
+def send_grad(
+    routing: Routing, row_grads: jax.Array, expert_ids: jax.Array, slots: jax.Array
+) -> jax.Array:
+    """Returns ``[num_tokens, hidden]``: each token's row gradients, added up."""
+    (sums,) = _bind(_send_grad_p, routing, row_grads, expert_ids, slots)
+    return sums  # type: ignore[no-any-return]
+
+
+def bring(
+    routing: Routing,
+    rows: jax.Array,
+    weights: jax.Array,
+    expert_ids: jax.Array,
+    slots: jax.Array,
+) -> jax.Array:
+    """Returns ``[num_tokens, hidden]``: each token's rows, weighted and added up."""
+    (sums,) = _bind(_bring_p, routing, rows, expert_ids, slots, weights)
+    return sums  # type: ignore[no-any-return]
+
+
+def bring_grad(
+    routing: Routing,
+    sum_grads: jax.Array,
+    rows: jax.Array,
+    weights: jax.Array,
+    expert_ids: jax.Array,
+    slots: jax.Array,
+    group_sizes: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of `bring` in its rows and weights."""
+    row_grads, weight_grads = _bind(
+        _bring_grad_p,
+        routing,
+        sum_grads,
+        rows,
+        expert_ids,
+        slots,
+        weights,
+        group_sizes,
+    )
+    return row_grads, weight_grads

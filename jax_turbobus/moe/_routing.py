@@ -1,0 +1,209 @@
+"""The static half of an exchange, and the checks at trace time that lead to it."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_turbobus.moe import _matching
+from jax_turbobus.moe._matching import AxisName, Group
+
+__all__ = ["SCHEDULES", "Routing", "check_arrays", "routing_of"]
+
+# In the order of `Schedule` in cc/moe/traffic.h.
+SCHEDULES = ("packed", "broadcast", "direct", "relay")
+
+_MOST_ROWS = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What every rank of an exchange knows before it runs.
+
+    Attributes:
+      group: the ranks.
+      num_experts: experts in all; rank r owns the r-th share of them.
+      num_rows: rows of a rank's result, padding included.
+      expert_capacity: rows of each local expert's part; None if parts lie packed.
+      schedule: one of `SCHEDULES`.
+    """
+
+    group: Group
+    num_experts: int
+    num_rows: int
+    expert_capacity: int | None
+    schedule: str
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that live on one rank."""
+        return self.num_experts // self.group.num_ranks
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The leading axes of the rows that users see."""
+        if self.expert_capacity is None:
+            return (self.num_rows,)
+        return (self.num_local_experts, self.expert_capacity)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What every FFI target of an exchange takes as attributes."""
+        return {
+            "axis": self.group.label,
+            "num_experts": np.int64(self.num_experts),
+            "expert_capacity": np.int64(self.expert_capacity or 0),
+            "schedule": np.int64(SCHEDULES.index(self.schedule)),
+        }
+
+
+def check_arrays(
+    op: str,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array | None,
+) -> None:
+    """Checks the arrays that users hand to `dispatch`, without looking at values.
+
+    Raises:
+      TypeError: an array's dtype is not what it must be.
+      ValueError: shapes that do not fit each other.
+    """
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"{op}: tokens: expected shape [num_tokens, hidden], got"
+            f" {_shape(tokens)}; map leading axes with jax.vmap, or merge them with"
+            " reshape"
+        )
+    num_tokens = tokens.shape[0]
+    if not _is_movable(tokens.dtype):
+        raise TypeError(
+            f"{op}: tokens: dtype {tokens.dtype} has elements of less than a byte;"
+            " send them as int8, or packed into uint8"
+        )
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens:
+        raise ValueError(
+            f"{op}: expert_ids: expected shape [{num_tokens}, top_k] for tokens of"
+            f" shape {_shape(tokens)}, got {_shape(expert_ids)}"
+        )
+    if expert_ids.dtype != jnp.int32:
+        raise TypeError(
+            f"{op}: expert_ids: expected dtype int32, got {expert_ids.dtype};"
+            " convert with .astype(jnp.int32)"
+        )
+    if weights.shape != expert_ids.shape:
+        raise ValueError(
+            f"{op}: weights: expected shape {_shape(expert_ids)}, that of expert_ids,"
+            f" got {_shape(weights)}"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(
+            f"{op}: weights: expected a floating dtype, got {weights.dtype}"
+        )
+    if valid is not None and valid.shape != (num_tokens,):
+        raise ValueError(
+            f"{op}: valid: expected shape [{num_tokens}], one flag for each token, got"
+            f" {_shape(valid)}"
+        )
+    if valid is not None and valid.dtype != jnp.bool_:
+        raise TypeError(f"{op}: valid: expected dtype bool, got {valid.dtype}")
+
+
+def routing_of(
+    op: str,
+    *,
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    dtype: Any,
+    num_experts: int,
+    axis_name: AxisName,
+    recv_capacity: int | None,
+    expert_capacity: int | None,
+    schedule: str,
+) -> Routing:
+    """Returns the checked static half of a `dispatch`.
+
+    Raises:
+      TypeError: a size is not an integer.
+      ValueError: sizes, axis or schedule that cannot be.
+    """
+    group = _matching.Group.of(axis_name, op=op)
+    num_ranks = group.num_ranks
+    num_experts = _integer(op, "num_experts", num_experts, least=1)
+    if num_experts % num_ranks:
+        wanted = -(-num_experts // num_ranks) * num_ranks
+        raise ValueError(
+            f"{op}: num_experts: expected a multiple of the {num_ranks} ranks along"
+            f" axis {group.label}, got {num_experts}; pad to {wanted} experts that no"
+            " id names, or exchange along fewer ranks"
+        )
+    if top_k > num_experts:
+        raise ValueError(
+            f"{op}: expert_ids: top_k={top_k} choices a token, but num_experts="
+            f"{num_experts}; a token cannot choose more experts than there are"
+        )
+    if recv_capacity is not None and expert_capacity is not None:
+        raise ValueError(
+            f"{op}: recv_capacity, expert_capacity: expected at most one of them;"
+            " expert_capacity gives padded rows"
+            " [num_local_experts, expert_capacity, hidden], whose size it fixes"
+        )
+    num_local = num_experts // num_ranks
+    if expert_capacity is not None:
+        expert_capacity = _integer(op, "expert_capacity", expert_capacity, least=1)
+        num_rows = num_local * expert_capacity
+    elif recv_capacity is not None:
+        num_rows = _integer(op, "recv_capacity", recv_capacity, least=0)
+    else:
+        num_rows = num_ranks * num_tokens * min(top_k, num_local)
+    if max(num_rows, num_tokens * top_k) > _MOST_ROWS:
+        raise ValueError(
+            f"{op}: {num_rows} rows and {num_tokens} x {top_k} choices a rank: more"
+            f" than {_MOST_ROWS}; exchange in chunks (expert_parallel), or give a"
+            " smaller recv_capacity"
+        )
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise ValueError(
+            f"{op}: schedule: expected 'auto' or one of"
+            f" {', '.join(map(repr, SCHEDULES))}, got {schedule!r}"
+        )
+    if schedule == "auto":
+        schedule = "packed"
+    return Routing(
+        group=group,
+        num_experts=num_experts,
+        num_rows=num_rows,
+        expert_capacity=expert_capacity,
+        schedule=schedule,
+    )
+
+
+def _integer(op: str, name: str, value: Any, *, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name}: expected a Python integer, known at trace time, got"
+            f" {value!r} ({type(value).__name__})"
+        ) from None
+    if number < least:
+        raise ValueError(f"{op}: {name}: expected at least {least}, got {number}")
+    return number
+
+
+def _is_movable(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    name = jnp.dtype(dtype).name
+    return not name.startswith(("int2", "int4", "uint2", "uint4", "int1", "uint1")) or (
+        name in {"int16", "uint16"}
+    )
+
+
+def _shape(x: jax.Array) -> str:
+    return "[" + ", ".join(map(str, x.shape)) + "]"
