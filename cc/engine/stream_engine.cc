@@ -1,0 +1,349 @@
+#include "engine/stream_engine.h"
+
+#include <algorithm>
+#include <string>
+
+namespace turbobus::engine {
+namespace {
+
+using topo::Direction;
+using transport::MemoryKind;
+using transport::RowCopy;
+using transport::Stream;
+using transport::Streams;
+
+constexpr size_t kMaxHandlerTimes = 1024;
+/// Handles of fetched rows whose numbers the host has not read yet.
+constexpr int64_t kSeenSlots = 4096;
+
+const std::byte* Bytes(const void* pointer) {
+  return static_cast<const std::byte*>(pointer);
+}
+
+bool Overlaps(const std::byte* a, int64_t a_bytes, const std::byte* b,
+              int64_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+Status CheckPositive(std::string_view name, double value) {
+  if (value > 0) return OkStatus();
+  return InvalidArgument(std::string(name) + " must be positive, got " +
+                         std::to_string(value));
+}
+
+}  // namespace
+
+Status Validate(const StreamSettings& settings) {
+  TB_RETURN_IF_ERROR(
+      CheckPositive("block_bytes", static_cast<double>(settings.block_bytes)));
+  TB_RETURN_IF_ERROR(CheckPositive(
+      "min_pooled_bytes", static_cast<double>(settings.min_pooled_bytes)));
+  if (settings.late_factor < 1) {
+    return InvalidArgument("late_factor must be at least 1, got " +
+                           std::to_string(settings.late_factor));
+  }
+  if (settings.direct_latency_ns < 0 || settings.relay_latency_ns < 0) {
+    return InvalidArgument("latencies must not be negative");
+  }
+  return OkStatus();
+}
+
+StreamEngine::StreamEngine(std::unique_ptr<Streams> streams,
+                           std::vector<topo::Path> paths,
+                           const StreamSettings& settings, StreamLanes lanes)
+    : streams_(std::move(streams)),
+      paths_(std::move(paths)),
+      settings_(settings),
+      lanes_(std::move(lanes)),
+      health_(paths_.size()) {}
+
+StatusOr<std::unique_ptr<StreamEngine>> StreamEngine::Create(
+    std::unique_ptr<Streams> streams, std::vector<topo::Path> paths,
+    const StreamSettings& settings) {
+  TB_RETURN_IF_ERROR(Validate(settings));
+  for (const topo::Path& path : paths) {
+    const int num_gpus = streams->num_gpus();
+    if (path.gpu < 0 || path.gpu >= num_gpus || path.relay >= num_gpus) {
+      return InvalidArgument("a path of GPU " + std::to_string(path.gpu) +
+                             " over GPU " + std::to_string(path.relay) +
+                             ": this process sees " + std::to_string(num_gpus) +
+                             " GPUs");
+    }
+    TB_RETURN_IF_ERROR(
+        CheckPositive("a path's bandwidth", path.bandwidth_bytes_per_s));
+  }
+  std::vector<std::string> dropped;
+  auto lanes =
+      StreamLanes::Create(*streams, paths, settings.block_bytes, dropped);
+  if (!lanes.ok()) return lanes.status();
+  std::unique_ptr<StreamEngine> engine(
+      new StreamEngine(std::move(streams), std::move(paths), settings,
+                       std::move(lanes).value()));
+  TB_RETURN_IF_ERROR(engine->SetUp(std::move(dropped)));
+  return engine;
+}
+
+Status StreamEngine::SetUp(std::vector<std::string> dropped) {
+  const std::lock_guard lock(mutex_);
+  stats_.paths.resize(paths_.size());
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    stats_.paths[i].path = paths_[i];
+    if (!dropped[i].empty()) DropPath(static_cast<int>(i), dropped[i]);
+  }
+  stats_.staging_bytes = lanes_.staging_bytes();
+  TB_ASSIGN_OR_RETURN(void* const ring, streams_->AllocatePinnedHost(
+                                            kSeenSlots * sizeof(int32_t)));
+  seen_ring_ = static_cast<int32_t*>(ring);
+  std::fill_n(seen_ring_, kSeenSlots, 0);
+  for (int gpu = 0; gpu < streams_->num_gpus(); ++gpu) {
+    Epoch& epoch = epochs_[gpu];
+    TB_ASSIGN_OR_RETURN(epoch.stream, streams_->CreateStream(gpu));
+    TB_ASSIGN_OR_RETURN(epoch.event, streams_->CreateEvent(gpu, true));
+  }
+  if (settings_.is_traced) StartTrace();
+  return OkStatus();
+}
+
+int32_t* StreamEngine::NextSeen() {
+  int32_t* const slot = seen_ring_ + seen_next_;
+  seen_next_ = (seen_next_ + 1) % kSeenSlots;
+  *slot = 0;
+  return slot;
+}
+
+Status StreamEngine::Plain(const CopyRequest& request) {
+  TB_RETURN_IF_ERROR(streams_->Copy(request.stream, request.dst, request.src,
+                                    request.size_bytes));
+  const std::lock_guard lock(mutex_);
+  ++stats_.num_plain;
+  stats_.plain_bytes += request.size_bytes;
+  return device_error_;
+}
+
+Status StreamEngine::Copy(const CopyRequest& request) {
+  if (request.size_bytes <= 0) return OkStatus();
+  TB_RETURN_IF_ERROR(OrderBehind(request.gpu, request.stream,
+                                 {Bytes(request.src), request.size_bytes},
+                                 {Bytes(request.dst), request.size_bytes}));
+  return Launch(request, /*is_start=*/false, nullptr);
+}
+
+Status StreamEngine::Start(const CopyRequest& request) {
+  if (request.size_bytes <= 0) return OkStatus();
+  TB_RETURN_IF_ERROR(OrderBehind(request.gpu, request.stream,
+                                 {Bytes(request.src), request.size_bytes},
+                                 {Bytes(request.dst), request.size_bytes}));
+  return Launch(request, /*is_start=*/true, nullptr);
+}
+
+Status StreamEngine::Launch(const CopyRequest& request, bool is_start,
+                            const RowCopy* fix) {
+  const int64_t begin_ns = streams_->NowNs();
+  IssuePlan plan;
+  {
+    const std::lock_guard lock(mutex_);
+    TB_RETURN_IF_ERROR(PlanCopy(request, is_start, plan));
+  }
+  if (plan.flight == nullptr) {
+    TB_RETURN_IF_ERROR(Plain(request));
+    if (!is_start) return OkStatus();
+    // Nothing to overlap with, but `Done` must find it.
+    const std::lock_guard lock(mutex_);
+    const FlightPtr flight =
+        NewLanded(request.call, request.gpu, request.direction, request.stream,
+                  request.run);
+    if (fix != nullptr) flight->fix = *fix;
+    in_flight_[{request.gpu, request.dst}] = flight;
+    return OkStatus();
+  }
+  const FlightPtr& flight = plan.flight;
+  if (fix != nullptr) flight->fix = *fix;
+  std::vector<IssueFailure> failures;
+  Status status = streams_->Record(flight->gpu, flight->begin, request.stream);
+  if (status.ok()) status = Issue(*streams_, plan, failures);
+  if (!is_start || !status.ok()) {
+    // After an error too: what was issued must be over before the buffers go.
+    const Status joined = Join(flight, request.stream);
+    if (status.ok()) status = joined;
+  }
+  const std::lock_guard lock(mutex_);
+  for (const IssueFailure& failure : failures) {
+    DropPath(flight->uses[failure.relay + 1].path, failure.status.message());
+  }
+  flight->is_issued = true;
+  flight->is_joined = !is_start;
+  --flight->num_holders;
+  ++(plan.relays.empty() ? stats_.num_direct : stats_.num_pooled);
+  if (is_start && status.ok()) in_flight_[{request.gpu, request.dst}] = flight;
+  handler_ns_.push_back(streams_->NowNs() - begin_ns);
+  if (handler_ns_.size() > kMaxHandlerTimes) handler_ns_.pop_front();
+  if (!status.ok()) return status.WithContext(request.call);
+  return device_error_;
+}
+
+Status StreamEngine::Join(const FlightPtr& flight, Stream stream) {
+  for (const LaneUse& use : flight->uses) {
+    TB_RETURN_IF_ERROR(streams_->Wait(stream, use.end));
+  }
+  return OkStatus();
+}
+
+Status StreamEngine::OrderBehind(int gpu, Stream stream, Span read,
+                                 Span written) {
+  std::vector<FlightPtr> overlapping;
+  {
+    const std::lock_guard lock(mutex_);
+    if (in_flight_.empty()) return OkStatus();
+    for (auto it = in_flight_.lower_bound({gpu, nullptr});
+         it != in_flight_.end() && it->first.first == gpu; ++it) {
+      const FlightPtr& flight = it->second;
+      if (flight->is_finished) continue;
+      const int64_t size = flight->size_bytes;
+      if (Overlaps(flight->dst, size, read.first, read.second) ||
+          Overlaps(flight->dst, size, written.first, written.second) ||
+          Overlaps(flight->src, size, written.first, written.second)) {
+        ++flight->num_holders;
+        overlapping.push_back(flight);
+      }
+    }
+  }
+  Status status;
+  for (const FlightPtr& flight : overlapping) {
+    const Status joined = Join(flight, stream);
+    if (status.ok()) status = joined;
+  }
+  if (!overlapping.empty()) {
+    const std::lock_guard lock(mutex_);
+    for (const FlightPtr& flight : overlapping) --flight->num_holders;
+  }
+  return status;
+}
+
+Status StreamEngine::Done(const DoneRequest& request) {
+  std::vector<FlightPtr> found;
+  bool is_found = false;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = in_flight_.find({request.gpu, request.buffer});
+    is_found = it != in_flight_.end() && it->second->run == request.run;
+    if (is_found) {
+      found.push_back(it->second);
+      in_flight_.erase(it);
+    } else {
+      // The program fails here and its buffers go: nothing may still write.
+      for (auto other = in_flight_.begin(); other != in_flight_.end();) {
+        const FlightPtr& flight = other->second;
+        if (flight->gpu == request.gpu && flight->run == request.run) {
+          found.push_back(flight);
+          other = in_flight_.erase(other);
+        } else {
+          ++other;
+        }
+      }
+    }
+    for (const FlightPtr& flight : found) ++flight->num_holders;
+  }
+  Status status;
+  for (const FlightPtr& flight : found) {
+    if (!flight->is_finished) {
+      const Status joined = Join(flight, request.stream);
+      if (status.ok()) status = joined;
+    }
+    if (is_found && flight->fix.has_value() && status.ok()) {
+      status = streams_->CopyRow(flight->gpu, request.stream, *flight->fix);
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    for (const FlightPtr& flight : found) {
+      --flight->num_holders;
+      if (flight->stream == request.stream) flight->is_joined = true;
+    }
+    if (status.ok()) status = device_error_;
+  }
+  if (!is_found) {
+    return FailedPrecondition(
+        std::string(request.call) +
+        ": no transfer into this buffer is in flight. Its start and its done "
+        "were separated by a copy: both must be in one body, without a loop, "
+        "cond, jit or checkpoint edge in between");
+  }
+  return status;
+}
+
+StreamSettings StreamEngine::settings() const {
+  const std::lock_guard lock(mutex_);
+  return settings_;
+}
+
+Status StreamEngine::SetSettings(const StreamSettings& settings) {
+  TB_RETURN_IF_ERROR(Validate(settings));
+  const std::lock_guard lock(mutex_);
+  if (settings.block_bytes > lanes_.slot_bytes()) {
+    return InvalidArgument(
+        "block_bytes must be at most " + std::to_string(lanes_.slot_bytes()) +
+        ", the size of the staging blocks made at the start; got " +
+        std::to_string(settings.block_bytes));
+  }
+  const bool starts_trace = settings.is_traced && !settings_.is_traced;
+  settings_ = settings;
+  if (starts_trace) StartTrace();
+  return OkStatus();
+}
+
+Status StreamEngine::SetRates(
+    const std::vector<double>& bandwidth_bytes_per_s) {
+  const std::lock_guard lock(mutex_);
+  if (bandwidth_bytes_per_s.size() != paths_.size()) {
+    return InvalidArgument("expected a rate for each of " +
+                           std::to_string(paths_.size()) + " paths, got " +
+                           std::to_string(bandwidth_bytes_per_s.size()));
+  }
+  for (const double rate : bandwidth_bytes_per_s) {
+    TB_RETURN_IF_ERROR(CheckPositive("a path's bandwidth", rate));
+  }
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    paths_[i].bandwidth_bytes_per_s = bandwidth_bytes_per_s[i];
+    stats_.paths[i].path = paths_[i];
+  }
+  return OkStatus();
+}
+
+StreamStats StreamEngine::stats() {
+  const std::lock_guard lock(mutex_);
+  Poll();
+  StreamStats stats = stats_;
+  stats.num_in_flight = static_cast<int64_t>(flights_.size());
+  stats.num_guesses_right = stats.num_guesses_wrong = 0;
+  for (auto& [key, guesses] : guesses_) {
+    ReadSeen(guesses);
+    stats.num_guesses_right += guesses.predictor.num_right();
+    stats.num_guesses_wrong += guesses.predictor.num_wrong();
+  }
+  for (size_t i = 0; i < health_.size(); ++i) {
+    stats.paths[i].is_backed_off = health_[i].is_backed_off;
+    stats.paths[i].num_late = health_[i].num_late;
+  }
+  stats.handler_ns.assign(handler_ns_.begin(), handler_ns_.end());
+  return stats;
+}
+
+std::vector<StreamSpan> StreamEngine::TakeSpans() {
+  const std::lock_guard lock(mutex_);
+  Poll();
+  std::vector<StreamSpan> spans(spans_.begin(), spans_.end());
+  spans_.clear();
+  return spans;
+}
+
+std::vector<std::string> StreamEngine::TakeMessages() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(messages_, {});
+}
+
+void StreamEngine::InjectFault(int relay) {
+  const std::lock_guard lock(mutex_);
+  faults_.insert(relay);
+}
+
+}  // namespace turbobus::engine

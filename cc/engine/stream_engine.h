@@ -1,0 +1,224 @@
+#ifndef TURBOBUS_ENGINE_STREAM_ENGINE_H_
+#define TURBOBUS_ENGINE_STREAM_ENGINE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/flight.h"
+#include "engine/index_predictor.h"
+#include "engine/stream_issue.h"
+#include "engine/stream_lanes.h"
+#include "engine/stream_settings.h"
+#include "sched/split.h"
+#include "topo/path.h"
+#include "transport/streams.h"
+
+namespace turbobus::engine {
+
+struct CopyRequest {
+  /// The FFI target, for messages and traces.
+  std::string_view call;
+  int gpu = 0;
+  topo::Direction direction = topo::Direction::kH2d;
+  /// XLA's stream: the copy waits for what is on it.
+  transport::Stream stream = nullptr;
+  int64_t run = 0;
+  const void* src = nullptr;
+  void* dst = nullptr;
+  int64_t size_bytes = 0;
+};
+
+struct RowRequest {
+  std::string_view call;
+  int gpu = 0;
+  transport::Stream stream = nullptr;
+  int64_t run = 0;
+  /// begin, end, skip and seen are the engine's to fill.
+  transport::RowCopy row;
+};
+
+struct DoneRequest {
+  std::string_view call;
+  int gpu = 0;
+  transport::Stream stream = nullptr;
+  int64_t run = 0;
+  /// What the start wrote to.
+  const void* buffer = nullptr;
+};
+
+/// Pooled transfers for machines whose copies run on streams: every call issues
+/// all its copies at once, ordered by events, and returns. There is no control
+/// thread, nobody waits for the device, and an idle engine costs nothing.
+///
+/// Where a transfer's blocks go is decided from what is already issued and not
+/// over, the rates of the paths, and how late relays were last time
+/// (docs/gpu_offload.md). The same decisions are taken by `sched::Scheduler`
+/// where they can be taken later.
+///
+/// Thread-safe. Calls that put work on one XLA stream must be ordered by the
+/// caller, as XLA does. The mutex is never held over a call that puts work on a
+/// stream, because such a call blocks while the stream's queue is full.
+/// Buffers belong to the caller; with events between, they are safe to reuse in
+/// stream order once `Copy` or `Done` has returned.
+class StreamEngine {
+ public:
+  /// `paths[i]` is path i of the statistics; each GPU needs a direct path in
+  /// both directions. Makes every stream and all staging memory, so it may wait
+  /// for the device.
+  static StatusOr<std::unique_ptr<StreamEngine>> Create(
+      std::unique_ptr<transport::Streams> streams,
+      std::vector<topo::Path> paths, const StreamSettings& settings);
+
+  /// After it, `stream` goes on when the bytes are in place.
+  Status Copy(const CopyRequest& request);
+  /// The bytes are in flight until `Done`.
+  Status Start(const CopyRequest& request);
+  Status CopyRow(const RowRequest& request);
+  Status StartRow(const RowRequest& request);
+  /// FAILED_PRECONDITION if this run has nothing in flight into the buffer;
+  /// `stream` then waits for all that the run does have in flight.
+  Status Done(const DoneRequest& request);
+
+  StreamSettings settings() const;
+  /// INVALID_ARGUMENT as `Validate` has it; holds for later transfers.
+  Status SetSettings(const StreamSettings& settings);
+  /// New rates for the paths, in their order.
+  Status SetRates(const std::vector<double>& bandwidth_bytes_per_s);
+
+  StreamStats stats();
+  /// Spans since the last call, if traced; call when the transfers are over.
+  std::vector<StreamSpan> TakeSpans();
+  /// Why relays were dropped or devices failed, since the last call.
+  std::vector<std::string> TakeMessages();
+
+  /// Makes the next copies over `relay` fail as they are issued.
+  void InjectFault(int relay);
+
+  transport::Streams& streams() { return *streams_; }
+
+ private:
+  /// Where a row's bytes are copied by cores: some by the GPU itself on
+  /// `direct` (null: on XLA's stream), some by relays.
+  struct RowPlan {
+    FlightPtr flight;
+    DirectLane* direct = nullptr;
+    int64_t direct_bytes = 0;
+    std::vector<std::pair<RowLane*, int64_t>> relays;
+  };
+  /// What of ours is under way on a link.
+  struct Load {
+    int64_t fifo_bytes = 0;
+    int64_t shared_bytes = 0;
+  };
+  struct Health {
+    bool is_backed_off = false;
+    int64_t num_late = 0;
+  };
+  /// The guesses for one stack.
+  struct Guesses {
+    IndexPredictor predictor;
+    std::deque<int32_t*> seen;
+  };
+  using Span = std::pair<const std::byte*, int64_t>;
+
+  StreamEngine(std::unique_ptr<transport::Streams> streams,
+               std::vector<topo::Path> paths, const StreamSettings& settings,
+               StreamLanes lanes);
+  Status SetUp(std::vector<std::string> dropped);
+
+  // stream_engine.cc: without the mutex.
+  Status Plain(const CopyRequest& request);
+  Status Launch(const CopyRequest& request, bool is_start,
+                const transport::RowCopy* fix);
+  Status Join(const FlightPtr& flight, transport::Stream stream);
+  Status OrderBehind(int gpu, transport::Stream stream, Span read,
+                     Span written);
+
+  // stream_rows.cc: without the mutex.
+  Status CheckRow(const RowRequest& request);
+  Status LaunchRow(const RowRequest& request, bool is_start);
+  Status IssueRow(const RowRequest& request, RowPlan& plan);
+
+  // stream_rows.cc: with the mutex.
+  Status PlanRow(const RowRequest& request, bool is_start, RowPlan& plan);
+  Guesses& GuessesFor(const RowRequest& request);
+  void ReadSeen(Guesses& guesses);
+
+  // stream_plan.cc: with the mutex.
+  Status PlanCopy(const CopyRequest& request, bool is_start, IssuePlan& plan);
+  StatusOr<FlightPtr> NewFlight(std::string_view call, int gpu,
+                                topo::Direction direction,
+                                transport::Stream stream, int64_t run);
+  /// Of a transfer that went over XLA's own stream: there is nothing to wait
+  /// for.
+  FlightPtr NewLanded(std::string_view call, int gpu, topo::Direction direction,
+                      transport::Stream stream, int64_t run);
+  Status AddUse(Flight& flight, int path, const void* lane, int64_t bytes);
+  std::vector<int> UsableRelays(int gpu, topo::Direction direction,
+                                const void* device_pointer);
+  sched::SplitLane LaneFor(int path, const void* lane,
+                           transport::Stream stream);
+  std::vector<int64_t> Share(const std::vector<int>& paths,
+                             const std::vector<sched::SplitLane>& lanes,
+                             int64_t size_bytes) const;
+  Load LoadOn(int link_gpu, topo::Direction direction, const void* lane,
+              transport::Stream stream);
+  void MarkContended(Flight& flight);
+  int PathIndex(int gpu, int relay, topo::Direction direction) const;
+  int LinkGpu(int path) const;
+  int32_t* NextSeen();
+
+  // stream_poll.cc: with the mutex.
+  void Poll();
+  void Finish(const FlightPtr& flight);
+  void Judge(const LaneUse& use, int64_t elapsed_ns);
+  void AddSpans(const Flight& flight);
+  StatusOr<transport::Event> TakeEvent(int gpu, bool is_timed);
+  void DropPath(int path, const std::string& reason);
+  void StartTrace();
+
+  const std::unique_ptr<transport::Streams> streams_;
+
+  mutable std::mutex mutex_;
+  std::vector<topo::Path> paths_;
+  StreamSettings settings_;
+  StreamLanes lanes_;
+  std::vector<Health> health_;
+  StreamStats stats_;
+  std::vector<std::string> messages_;
+  int64_t next_id_ = 1;
+  std::deque<FlightPtr> flights_;  // issued or being issued, oldest first
+  /// Started and not done, by (gpu, address).
+  std::map<std::pair<int, const void*>, FlightPtr> in_flight_;
+  std::map<std::pair<int, bool>, std::vector<transport::Event>> events_;
+  std::map<std::tuple<int, const void*, int32_t, int64_t>, Guesses> guesses_;
+  int32_t* seen_ring_ = nullptr;
+  size_t seen_next_ = 0;
+  Status device_error_;
+  std::set<int> faults_;
+  std::deque<int64_t> handler_ns_;
+
+  /// Where a GPU's clock is on ours: an event and when it was recorded.
+  struct Epoch {
+    transport::Stream stream = nullptr;
+    transport::Event event = nullptr;
+    int64_t time_ns = 0;
+  };
+  std::map<int, Epoch> epochs_;
+  std::deque<StreamSpan> spans_;
+};
+
+}  // namespace turbobus::engine
+
+#endif  // TURBOBUS_ENGINE_STREAM_ENGINE_H_

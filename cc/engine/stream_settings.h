@@ -1,0 +1,88 @@
+#ifndef TURBOBUS_ENGINE_STREAM_SETTINGS_H_
+#define TURBOBUS_ENGINE_STREAM_SETTINGS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "topo/path.h"
+
+namespace turbobus::engine {
+
+enum class SplitPolicy : uint8_t {
+  /// All lanes are expected to finish together (sched/split.h).
+  kFinishTime = 0,
+  /// Equal shares, whatever the lanes are doing: for comparison.
+  kEven = 1,
+  /// The direct lane only.
+  kDirect = 2,
+};
+
+struct StreamSettings {
+  int64_t block_bytes = 16 << 20;
+  /// Smaller transfers are one copy on XLA's own stream.
+  int64_t min_pooled_bytes = 4 << 20;
+  SplitPolicy split = SplitPolicy::kFinishTime;
+  /// The paper's slots: one block a lane, then all lanes wait for each other.
+  bool is_lock_step = false;
+  bool has_yields = true;
+  /// A relay that takes longer than this times what was expected gets probes
+  /// only, until one of them is on time.
+  double late_factor = 1.25;
+  int64_t direct_latency_ns = 8'000;
+  int64_t relay_latency_ns = 35'000;
+  /// Every transfer is one copy on XLA's own stream.
+  bool is_disabled = false;
+  /// Keeps the time of every block.
+  bool is_traced = false;
+};
+
+/// INVALID_ARGUMENT, naming the setting, if it cannot work.
+Status Validate(const StreamSettings& settings);
+
+struct PathStats {
+  topo::Path path;
+  int64_t num_transfers = 0;
+  int64_t num_blocks = 0;
+  int64_t size_bytes = 0;
+  /// From the start of a transfer's first block to the end of its last one.
+  int64_t busy_ns = 0;
+  int64_t num_late = 0;
+  bool is_backed_off = false;
+  /// Why it is not used any more; empty while it is.
+  std::string dropped;
+};
+
+struct StreamStats {
+  std::vector<PathStats> paths;
+  int64_t num_pooled = 0;
+  int64_t num_direct = 0;
+  /// Copies on XLA's own stream.
+  int64_t num_plain = 0;
+  int64_t plain_bytes = 0;
+  int64_t num_rows_by_cores = 0;
+  int64_t num_rows_guessed = 0;
+  int64_t num_guesses_right = 0;
+  int64_t num_guesses_wrong = 0;
+  int64_t num_in_flight = 0;
+  int64_t staging_bytes = 0;
+  int64_t num_events = 0;
+  /// Host time of the latest calls that issued copies.
+  std::vector<int64_t> handler_ns;
+};
+
+/// A block on a lane, or a lane's part of a transfer where blocks were not
+/// timed.
+struct StreamSpan {
+  int path = 0;
+  int64_t transfer = 0;
+  std::string call;
+  int64_t size_bytes = 0;
+  int64_t start_ns = 0;
+  int64_t end_ns = 0;
+};
+
+}  // namespace turbobus::engine
+
+#endif  // TURBOBUS_ENGINE_STREAM_SETTINGS_H_
