@@ -2,6 +2,10 @@
 
 from jax_turbobus.moe._combine import combine as combine
 from jax_turbobus.moe._dispatch import dispatch as dispatch
+from jax_turbobus.moe._expert_parallel import expert_parallel as expert_parallel
 from jax_turbobus.moe._matching import exchange_timeout as exchange_timeout
 from jax_turbobus.moe._matching import set_exchange_timeout as set_exchange_timeout
 from jax_turbobus.moe._state import DispatchState as DispatchState
+from jax_turbobus.moe._stats import ExchangeStats as ExchangeStats
+from jax_turbobus.moe._stats import exchange_stats as exchange_stats
+from jax_turbobus.moe._stats import reset_exchange_stats as reset_exchange_stats

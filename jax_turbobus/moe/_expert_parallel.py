@@ -1,0 +1,123 @@
+"""Dispatch, experts and combine in one call, in chunks that overlap."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_turbobus.moe import _routing
+from jax_turbobus.moe._combine import combine
+from jax_turbobus.moe._dispatch import dispatch
+from jax_turbobus.moe._matching import AxisName
+
+__all__ = ["expert_parallel"]
+
+# Chunks whose rows exist at once: one in its experts, one in an exchange.
+_CHUNKS_ALIVE = 2
+
+
+def expert_parallel(
+    expert_fn: Callable[[jax.Array, jax.Array], jax.Array],
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    num_chunks: int = 1,
+    recv_capacity: int | None = None,
+    expert_capacity: int | None = None,
+    schedule: str = "auto",
+    valid: jax.Array | None = None,
+    with_overflow: bool = False,
+) -> Any:
+    """Returns what a mixture-of-experts layer makes of this rank's tokens.
+
+    `dispatch`, `expert_fn` and `combine`, over `num_chunks` equal parts of the tokens
+    (the last one padded with masked tokens, so all ranks have the same number). The
+    exchange of a chunk depends on no experts' work but that of the chunk two before:
+    it overlaps the experts of the chunk before, and rows of two chunks exist at once.
+
+    Args:
+      expert_fn: ``expert_fn(rows, group_sizes) -> rows``, this rank's experts, called
+        once for each chunk with what `dispatch` returns; may change `hidden` and dtype.
+        It may close over parameters and be differentiated. Rows that belong to no
+        token are zero and what it makes of them is not used, but parameters' gradients
+        see them: a function that is not finite at zero spoils those.
+      tokens: ``[num_tokens, hidden]``.
+      expert_ids: ``int32[num_tokens, top_k]``; ids that are no expert's are masked.
+      weights: ``float[num_tokens, top_k]``.
+      num_experts: experts of all ranks together. Static.
+      axis_name: mesh axis of the ranks, or a tuple of axes. Static.
+      num_chunks: at least 1; the same on all ranks. Static.
+      recv_capacity: rows that a rank can receive, of one chunk. Static.
+      expert_capacity: rows of each local expert, of one chunk. Static.
+      schedule: as for `dispatch`. Static.
+      valid: ``bool[num_tokens]``.
+      with_overflow: also return how many rows were wanted where some were dropped.
+
+    Returns:
+      ``[num_tokens, hidden]`` as `combine` returns it; with `with_overflow`, that and
+      ``int32[]``: the most rows that any chunk wanted of this rank and did not get, 0
+      if nothing was dropped.
+
+    Raises:
+      TypeError: as `dispatch`, or `num_chunks` is not an integer.
+      ValueError: as `dispatch`, or `num_chunks` is below 1.
+
+    Transforms:
+      As `dispatch` and `combine`.
+
+    Source: ThunderEP's overlap of exchange and experts.
+    """
+    _routing.check_arrays("expert_parallel", tokens, expert_ids, weights, valid)
+    try:
+        num_chunks = operator.index(num_chunks)
+    except TypeError:
+        raise TypeError(
+            f"expert_parallel: num_chunks: expected an integer, got {num_chunks!r}"
+        ) from None
+    if num_chunks < 1:
+        raise ValueError(
+            f"expert_parallel: num_chunks: expected at least 1, got {num_chunks}"
+        )
+    if valid is not None:
+        expert_ids = jnp.where(valid[:, None], expert_ids, -1)
+    num_tokens = tokens.shape[0]
+    chunk_size = -(-num_tokens // num_chunks)
+    sums: list[jax.Array] = []
+    overflows = []
+    for i in range(num_chunks):
+        chunk = [
+            _chunk(x, i * chunk_size, chunk_size, fill)
+            for x, fill in ((tokens, 0), (expert_ids, -1), (weights, 0))
+        ]
+        if i >= _CHUNKS_ALIVE:
+            earlier = sums[i - _CHUNKS_ALIVE]
+            chunk[0], sums[i - _CHUNKS_ALIVE] = lax.optimization_barrier(
+                (chunk[0], earlier)
+            )
+        rows, group_sizes, state = dispatch(
+            *chunk,
+            num_experts=num_experts,
+            axis_name=axis_name,
+            recv_capacity=recv_capacity,
+            expert_capacity=expert_capacity,
+            schedule=schedule,
+        )
+        sums.append(combine(expert_fn(rows, group_sizes), state))
+        overflows.append(state.overflow)
+    result = sums[0] if num_chunks == 1 else jnp.concatenate(sums)[:num_tokens]
+    if not with_overflow:
+        return result
+    return result, jnp.stack(overflows).max()
+
+
+def _chunk(x: jax.Array, begin: int, size: int, fill: int) -> jax.Array:
+    """Returns rows ``[begin, begin + size)``, filled up where `x` ends."""
+    part = x[begin : begin + size]
+    missing = size - part.shape[0]
+    return jnp.pad(part, ((0, missing), (0, 0)), constant_values=fill)

@@ -1,0 +1,215 @@
+"""Bad input is refused while tracing, with a message that helps."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from moe_mesh import make_mesh, on_mesh
+
+from jax_turbobus import moe
+
+T, K, E, H = 4, 2, 8, 160
+
+
+def call(mesh=None, axis="x", **changes):
+    """Traces a dispatch on 4 ranks with some arguments changed."""
+    arrays = {
+        "tokens": jnp.ones((4 * T, H)),
+        "expert_ids": jnp.zeros((4 * T, K), jnp.int32),
+        "weights": jnp.ones((4 * T, K)),
+    }
+    options = {"num_experts": E, "axis_name": "x"}
+    for name, value in changes.items():
+        (arrays if name in arrays or name == "valid" else options)[name] = value
+    names = list(arrays)
+
+    def run(*values):
+        kw = dict(zip(names, values, strict=True))
+        rows, _, state = moe.dispatch(**kw, **options)
+        return moe.combine(rows, state)
+
+    mapped = on_mesh(run, mesh or make_mesh(), axis)
+    return jax.eval_shape(mapped, *arrays.values())
+
+
+def test_the_unchanged_call_is_good():
+    assert call().shape == (4 * T, H)
+
+
+BAD = [
+    ("tokens", jnp.ones((4 * T, 2, H)), ValueError, "tokens: expected shape"),
+    ("tokens", jnp.ones(4 * T), ValueError, "[num_tokens, hidden], got [4]"),
+    ("tokens", jnp.ones((4 * T, H), jnp.int4), TypeError, "less than a byte"),
+    ("expert_ids", jnp.zeros((8 * T, K), jnp.int32), ValueError, "expert_ids"),
+    ("expert_ids", jnp.zeros(4 * T, jnp.int32), ValueError, "[4, top_k]"),
+    ("expert_ids", jnp.zeros((4 * T, K)), TypeError, "int32, got float32"),
+    ("expert_ids", jnp.zeros((4 * T, K), jnp.int16), TypeError, "astype"),
+    ("expert_ids", jnp.zeros((4 * T, E + 1), jnp.int32), ValueError, "weights"),
+    ("weights", jnp.ones((4 * T, K + 1)), ValueError, "weights: expected shape [4, 2]"),
+    ("weights", jnp.ones((4 * T, K), jnp.int32), TypeError, "floating"),
+    ("valid", jnp.ones((4 * T, 1), bool), ValueError, "valid: expected shape [4]"),
+    ("valid", jnp.ones(4 * T), TypeError, "bool, got float32"),
+    ("num_experts", 10, ValueError, "pad to 12 experts"),
+    ("num_experts", 0, ValueError, "num_experts: expected at least 1, got 0"),
+    ("num_experts", 8.0, TypeError, "num_experts: expected a Python integer"),
+    ("axis_name", "y", ValueError, "'y' is not an axis of the enclosing"),
+    ("axis_name", ("x", "x"), ValueError, "different ones"),
+    ("axis_name", (), ValueError, "axis_name"),
+    ("recv_capacity", -1, ValueError, "recv_capacity: expected at least 0, got -1"),
+    ("recv_capacity", 2.5, TypeError, "recv_capacity"),
+    ("recv_capacity", 2**31, ValueError, "smaller recv_capacity"),
+    ("expert_capacity", 0, ValueError, "expert_capacity: expected at least 1, got 0"),
+    ("schedule", "fast", ValueError, "'packed', 'broadcast', 'direct', 'relay'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "part"), BAD)
+def test_a_bad_argument_is_named(name, value, error, part):
+    with pytest.raises(error) as caught:
+        call(**{name: value})
+    assert part in str(caught.value)
+    assert str(caught.value).startswith("dispatch: ")
+
+
+def test_more_choices_than_experts():
+    ids = jnp.zeros((4 * T, E + 1), jnp.int32)
+    with pytest.raises(ValueError, match="top_k=9 choices a token, but num_experts=8"):
+        call(expert_ids=ids, weights=jnp.ones((4 * T, E + 1)))
+
+
+def test_two_capacities_at_once():
+    with pytest.raises(ValueError, match="at most one of them"):
+        call(recv_capacity=8, expert_capacity=2)
+
+
+def test_outside_shard_map():
+    args = (jnp.ones((T, H)), jnp.zeros((T, K), jnp.int32), jnp.ones((T, K)))
+    with pytest.raises(ValueError, match=r"called outside jax\.shard_map"):
+        jax.jit(lambda *a: moe.dispatch(*a, num_experts=E, axis_name="x")[0])(*args)
+
+
+def test_under_vmap_with_an_axis_name_only():
+    args = (jnp.ones((2, T, H)), jnp.zeros((2, T, K), jnp.int32), jnp.ones((2, T, K)))
+    with pytest.raises(ValueError, match=r"called outside jax\.shard_map"):
+        jax.vmap(
+            lambda *a: moe.dispatch(*a, num_experts=E, axis_name="x")[0], axis_name="x"
+        )(*args)
+
+
+def test_mesh_axes_left_to_the_compiler():
+    """XLA would gather whole arrays over them, silently."""
+    mesh = make_mesh((2, 4), ("data", "x"))
+
+    def run(tokens, ids, weights):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x"
+        )
+        return moe.combine(rows, state)
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    args = (jnp.ones((16, H)), jnp.zeros((16, K), jnp.int32), jnp.ones((16, K)))
+    with pytest.raises(ValueError, match=r"mesh axes \['data'\] are not manual"):
+        jax.eval_shape(mapped, *args)
+    # An axis of one device is no reason.
+    mesh = jax.make_mesh((1, 4), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    assert jax.jit(mapped)(*args).shape == (16, H)
+
+
+def run_combine(make_rows, make_state=lambda state: state):
+    def run(tokens, ids, weights):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x", recv_capacity=24
+        )
+        return moe.combine(make_rows(rows), make_state(state))
+
+    args = (
+        jnp.ones((4 * T, H)),
+        jnp.zeros((4 * T, K), jnp.int32),
+        jnp.ones((4 * T, K)),
+    )
+    return jax.eval_shape(on_mesh(run, make_mesh()), *args)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "part"),
+    [
+        (lambda rows: rows[:-1], ValueError, "expected shape [24, hidden]"),
+        (lambda rows: rows[None], ValueError, "got [1, 24, 160]"),
+        (lambda rows: rows.sum(-1), ValueError, "got [24]"),
+        (lambda rows: rows > 0, TypeError, "floating or integer dtype, got bool"),
+        (lambda rows: rows + 0j, TypeError, "got complex64"),
+    ],
+)
+def test_rows_of_another_dispatch(change, error, part):
+    with pytest.raises(error) as caught:
+        run_combine(change)
+    assert part in str(caught.value)
+
+
+def test_a_state_that_is_none():
+    with pytest.raises(TypeError, match="expected the DispatchState"):
+        run_combine(lambda rows: rows, lambda state: (state.slots,))
+
+
+def test_slots_that_were_tampered_with_do_not_crash():
+    """Slots are data; what points nowhere counts as no row."""
+
+    def run(tokens, ids, weights):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x"
+        )
+        import dataclasses
+
+        wild = dataclasses.replace(state, slots=state.slots + 2**30)
+        wild = dataclasses.replace(wild, group_sizes=state.group_sizes - 2**30)
+        return moe.combine(rows, wild)
+
+    args = (
+        jnp.ones((4 * T, H)),
+        jnp.zeros((4 * T, K), jnp.int32),
+        jnp.ones((4 * T, K)),
+    )
+    mapped = on_mesh(run, make_mesh())
+    value, grad = jax.jit(
+        jax.value_and_grad(lambda x, i, w: mapped(x, i, w).sum(), (0,))
+    )(*args)
+    assert value == 0
+    assert not grad[0].any()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_timeout_must_be_positive(seconds):
+    with pytest.raises(ValueError, match="seconds: expected a positive number"):
+        moe.set_exchange_timeout(seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "part"),
+    [
+        ({"num_chunks": 0}, ValueError, "num_chunks: expected at least 1, got 0"),
+        ({"num_chunks": 1.5}, TypeError, "num_chunks: expected an integer, got 1.5"),
+        ({"axis_name": "y"}, ValueError, "'y' is not an axis"),
+    ],
+)
+def test_expert_parallel_checks_its_arguments(change, error, part):
+    def run(tokens, ids, weights):
+        options = {"num_experts": E, "axis_name": "x", **change}
+        return moe.expert_parallel(lambda r, _: r, tokens, ids, weights, **options)
+
+    args = (
+        jnp.ones((4 * T, H)),
+        jnp.zeros((4 * T, K), jnp.int32),
+        jnp.ones((4 * T, K)),
+    )
+    with pytest.raises(error) as caught:
+        jax.eval_shape(
+            jax.shard_map(run, mesh=make_mesh(), in_specs=P("x"), out_specs=P("x")),
+            *args,
+        )
+    assert part in str(caught.value)
