@@ -3,23 +3,31 @@
 #include <cstring>
 #include <utility>
 
-#include "base/own_thread.h"
+#include "transport/host/memory_copy.h"
 
 namespace turbobus::offload {
 namespace {
 
 void CopyDirectly(const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
-    if (piece.size_bytes > 0)
-      std::memcpy(piece.dst, piece.src, static_cast<size_t>(piece.size_bytes));
+    const auto size = static_cast<size_t>(piece.size_bytes);
+    if (piece.size_bytes >= transport::host::kStreamingBytes) {
+      // Results of a program are mostly fresh pages, and large ones cost more
+      // to map than to copy.
+      transport::host::AdviseHugePages(piece.dst, size);
+      transport::host::StreamingCopy(piece.dst, piece.src, size);
+    } else if (size > 0) {
+      std::memcpy(piece.dst, piece.src, size);
+    }
   }
 }
 
-/// Someone asked for this transfer to stop; copying it after all would hide
-/// that.
-bool WasStopped(const Status& status) {
+/// Whether a direct copy would hide something that the program should know: it
+/// asked to stop, or for what cannot be (a device that the topology lacks).
+bool IsForTheProgram(const Status& status) {
   return status.code() == StatusCode::kCancelled ||
-         status.code() == StatusCode::kAborted;
+         status.code() == StatusCode::kAborted ||
+         status.code() == StatusCode::kInvalidArgument;
 }
 
 }  // namespace
@@ -67,18 +75,14 @@ void Transfer::PieceDone(const Status& status) {
     if (--num_pending_ > 0) return;
     error = first_error_;
   }
-  if (error.ok() || WasStopped(error)) {
-    Finish(std::move(error));
-    return;
+  if (!error.ok() && !IsForTheProgram(error)) {
+    CopyDirectly(pieces_);
+    error = OkStatus();
   }
-  // The engine's completion thread must not be held up by a copy.
-  RunOnOwnThread([self = shared_from_this()] {
-    CopyDirectly(self->pieces_);
-    self->Finish(OkStatus());
-  });
+  Finish(std::move(error));
 }
 
-void Transfer::Finish(Status status) {
+void Transfer::Finish(const Status& status) {
   std::function<void(Status)> callback;
   {
     const std::lock_guard lock(mutex_);
@@ -86,10 +90,7 @@ void Transfer::Finish(Status status) {
     callback = std::exchange(callback_, nullptr);
     finished_.notify_all();
   }
-  if (callback) {
-    RunOnOwnThread([callback = std::move(callback),
-                    status = std::move(status)] { callback(status); });
-  }
+  if (callback) callback(status);
 }
 
 std::optional<Status> Transfer::outcome() const {

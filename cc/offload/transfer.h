@@ -25,9 +25,10 @@ struct Piece {
 /// a CPU backend, over the process's engine if there is one, else by memcpy.
 ///
 /// What the engine fails to move is copied directly before anyone is released,
-/// so a transfer ends in an error only if it was cancelled or the engine was
-/// aborted. Thread-safe; held by shared pointers, one of them the engine's
-/// until the last byte is in place. The buffers belong to the caller.
+/// so a transfer ends in an error only if it was cancelled, the engine was
+/// aborted, or the engine knows no such device. Thread-safe; held by shared
+/// pointers, one of them the engine's until the last byte is in place. The
+/// buffers belong to the caller.
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   /// Starts to move `pieces` for `device`. Returns at once if there is an
@@ -39,7 +40,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   std::optional<Status> outcome() const;
 
   /// Calls `callback` once with the outcome: before it returns if the transfer
-  /// is over, else on a thread of its own. At most one callback a transfer.
+  /// is over, else on a thread of the engine's that has nothing else to do. At
+  /// most one callback a transfer.
   void OnDone(std::function<void(Status)> callback);
 
   /// Blocks until the transfer is over.
@@ -50,7 +52,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   void Submit(engine::Engine& engine, topo::Direction direction, int device);
   void PieceDone(const Status& status);
-  void Finish(Status status);
+  void Finish(const Status& status);
 
   const std::vector<Piece> pieces_;
   mutable std::mutex mutex_;

@@ -4,6 +4,10 @@ XLA gathers the operands of a custom call that it does not know. Outside
 `jax.shard_map`, on several devices, our calls are therefore lowered with a rule
 that says which dimensions of operands and result belong together; XLA then
 compiles the call for one shard.
+
+How a value is split spreads through a program both ways. From a host array it must
+only spread outwards: splitting one anew would move it through the devices, or fail
+to compile. And a value in flight must be split alike from its start to its done.
 """
 
 import functools
@@ -15,6 +19,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -34,6 +39,8 @@ def lower_per_shard(
     operand_dims: Sequence[Dims],
     result_dims: Dims,
     whole: Sequence[str] = (),
+    follows: Sequence[int] = (),
+    leads: bool = False,
     has_side_effect: bool = False,
 ) -> Any:
     """Lowers `call(*operands)`, which has one result, to one call a shard.
@@ -46,6 +53,9 @@ def lower_per_shard(
         how the named dimensions are split.
       result_dims: names for the dimensions of the result, all found in operand 0.
       whole: names of dimensions that cannot be split.
+      follows: positions of operands that take their splitting from this call, and
+        have no say in it.
+      leads: whether users of the result have no say in how it is split.
       has_side_effect: whether two equal calls must stay two.
 
     Returns:
@@ -62,10 +72,21 @@ def lower_per_shard(
             need_replication_factors=tuple(whole),
         ),
     )
+    operands = [
+        sdy.propagation_barrier(operand, sdy.PropagationDirection.BACKWARD)
+        if n in follows
+        else operand
+        for n, operand in enumerate(operands)
+    ]
     lowered = mlir.lower_fun(partitioned, multiple_results=False)(context, *operands)
     if has_side_effect:
         _compat.mark_side_effect(lowered)
-    return lowered
+    if not leads:
+        return lowered
+    return [
+        sdy.propagation_barrier(value, sdy.PropagationDirection.FORWARD)
+        for value in lowered
+    ]
 
 
 def _partition(

@@ -101,7 +101,10 @@ def _ffi(
     rule = jax.ffi.ffi_lowering(
         target, operand_output_aliases=aliases, has_side_effect=has_side_effect
     )
-    return rule(context, *operands, **attributes)
+    results = rule(context, *operands, **attributes)
+    # Without it, XLA takes a call into the fusion that writes its result to a slice
+    # (scan's `ys`): it may then run twice, and an alias may be lost.
+    return stablehlo.OptimizationBarrierOp(list(results)).results
 
 
 def _define(
@@ -110,6 +113,8 @@ def _define(
     emit: Callable[..., Sequence[Any]],
     dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
     *,
+    follows: Sequence[int] = (),
+    leads: bool = False,
     has_side_effect: bool = False,
     platform: str | None = None,
 ) -> Any:
@@ -121,6 +126,8 @@ def _define(
       emit: `emit(context, *operands, **params)`: the call for one shard.
       dims: `dims(*avals, **params)`: names for the operands' dimensions and the
         result's, and those that must not be split.
+      follows: as in `lower_per_shard`.
+      leads: as in `lower_per_shard`.
       has_side_effect: whether XLA must keep equal calls apart.
       platform: the only platform that `emit` is for.
     """
@@ -133,7 +140,15 @@ def _define(
             return _compiled(primitive, tuple(params.items()))(*args)
 
     primitive.def_impl(impl)
-    _register(primitive, emit, dims, has_side_effect, platform)
+    _register(
+        primitive,
+        emit,
+        dims,
+        follows=follows,
+        leads=leads,
+        has_side_effect=has_side_effect,
+        platform=platform,
+    )
     return primitive
 
 
@@ -141,8 +156,11 @@ def _register(
     primitive: Any,
     emit: Callable[..., Sequence[Any]],
     dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
-    has_side_effect: bool,
-    platform: str | None,
+    *,
+    follows: Sequence[int] = (),
+    leads: bool = False,
+    has_side_effect: bool = False,
+    platform: str | None = None,
 ) -> None:
     def lower(context: Any, *operands: Any, **params: Any) -> Any:
         if not _compat.partitions_automatically(context):
@@ -155,6 +173,8 @@ def _register(
             operand_dims=operand_dims,
             result_dims=result_dims,
             whole=whole,
+            follows=follows,
+            leads=leads,
             has_side_effect=has_side_effect,
         )
 
@@ -194,6 +214,7 @@ h2d_p = _define(
     _to_device_aval,
     lambda context, x: _ffi(context, "turbobus_h2d_copy", [x]),
     _alike,
+    leads=True,
 )
 h2d_start_p = _define(
     "turbobus_h2d_start",
@@ -209,6 +230,7 @@ fetch_p = _define(
         context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
     ),
     _fetch_dims,
+    leads=True,
 )
 fetch_start_p = _define(
     "turbobus_fetch_start",
@@ -235,6 +257,7 @@ d2h_into_p = _define(
         context, "turbobus_d2h_copy", [x, out], aliases={1: 0}
     ),
     _alike,
+    follows=(0,),
 )
 d2h_into_start_p = _define(
     "turbobus_d2h_into_start",
@@ -248,6 +271,7 @@ d2h_into_start_p = _define(
     ),
     _alike,
     has_side_effect=True,
+    follows=(0,),
 )
 store_p = _define(
     "turbobus_store",
@@ -260,6 +284,7 @@ store_p = _define(
         axis=np.int64(axis),
     ),
     _store_dims,
+    follows=(2,),
 )
 store_start_p = _define(
     "turbobus_store_start",
@@ -274,6 +299,7 @@ store_start_p = _define(
     ),
     _store_dims,
     has_side_effect=True,
+    follows=(2,),
 )
 
 
@@ -299,6 +325,7 @@ buffer_p = _define(
     lambda context, x: _ffi(context, "turbobus_buffer", [x]),
     _alike,
     platform="cpu",
+    leads=True,
 )
 _register(
     buffer_p,
@@ -306,7 +333,7 @@ _register(
         context.replace(avals_in=[])
     ),
     _alike,
-    has_side_effect=False,
+    leads=True,
     platform="cuda",
 )
 place_p: Any = Primitive("turbobus_place_on_host")
@@ -373,6 +400,7 @@ done_p = _define(
     ),
     _done_dims,
     has_side_effect=True,
+    leads=True,
 )
 
 # All of its operands are there before any of its results is: what keeps start,
