@@ -1,17 +1,21 @@
 """The only module that touches private JAX, and where JAX versions differ."""
 
+import contextlib
 import functools
 import pathlib
 import re
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.backend
+from jax._src import core as _jax_core
 from jax._src import dispatch, dtypes
 
 __all__ = [
     "JAX_VERSION",
     "MINIMUM_JAX_VERSION",
+    "bound_axes",
     "check_jax_version",
     "element_bits",
     "ffi_api_version",
@@ -122,3 +126,19 @@ def partitions_automatically(context: Any) -> bool:
         return getattr(axis_context, "num_devices", 1) > 1
     mesh = axis_context.mesh
     return mesh.size > 1 and set(manual_axes) != set(mesh.axis_names)
+
+
+def bound_axes(
+    axes: Sequence[Hashable], sizes: Sequence[int]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which mesh axes are bound, as inside `jax.shard_map`.
+
+    A lowering rule that is written with collectives is traced after JAX has left the
+    `jax.shard_map`; the collectives only ask for the names and sizes.
+
+    Args:
+      axes: axis names.
+      sizes: their sizes.
+    """
+    pairs = list(zip(axes, sizes, strict=True))
+    return _jax_core.extend_axis_env_nd(pairs)

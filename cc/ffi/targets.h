@@ -17,6 +17,7 @@ struct Target {
 
 std::vector<Target> OffloadTargets();
 std::vector<Target> MoeTargets();
+std::vector<Target> MoeRaggedTargets();
 
 /// All handlers of this library for CPU devices.
 std::vector<Target> Targets();
