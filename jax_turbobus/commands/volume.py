@@ -3,7 +3,8 @@
 import argparse
 import json
 
-from jax_turbobus.moe import _volume
+from jax_turbobus.moe import _choice, _volume
+from jax_turbobus.topology import Topology
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.25,
         help="of the peers that drop rows over a capacity",
     )
+    parser.add_argument(
+        "--topology",
+        metavar="NAME_OR_FILE",
+        help="count on the links of this machine (`topo` lists those that are shipped)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -38,18 +44,25 @@ def run(args: argparse.Namespace) -> int:
             f" {args.tokens}; or give a rank's tokens with --per-rank"
         )
         return 2
+    sizes = {
+        "tokens_per_rank": args.tokens // (1 if args.per_rank else max(1, args.ranks)),
+        "hidden": args.hidden,
+        "num_experts": args.experts,
+        "top_k": args.topk,
+        "num_ranks": args.ranks,
+        "dtype": args.dtype,
+    }
     try:
+        topology = Topology.load(args.topology) if args.topology else None
         result = _volume.volume(
-            tokens_per_rank=args.tokens // (1 if args.per_rank else max(1, args.ranks)),
-            hidden=args.hidden,
-            num_experts=args.experts,
-            top_k=args.topk,
-            num_ranks=args.ranks,
-            dtype=args.dtype,
-            capacity_factor=args.capacity_factor,
+            **sizes, topology=topology, capacity_factor=args.capacity_factor
         )
+        choice = _choice.choose_schedule(**sizes, topology=topology)
     except (ValueError, TypeError) as error:
         print(f"volume: {error}")
         return 2
-    print(json.dumps(result.to_json(), indent=1) if args.json else result.table())
+    if args.json:
+        print(json.dumps(result.to_json() | {"choice": choice.to_json()}, indent=1))
+    else:
+        print(result.table(), choice.explain(), sep="\n\n")
     return 0

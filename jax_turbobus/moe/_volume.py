@@ -11,6 +11,7 @@ import numpy.typing as npt
 from jax_turbobus.moe import _traffic, _wiring
 from jax_turbobus.moe._traffic import Counts, ExchangeShape, Traffic
 from jax_turbobus.moe._wiring import Wiring
+from jax_turbobus.topology import Topology
 
 __all__ = ["Volume", "required_recv_capacity", "volume"]
 
@@ -168,7 +169,8 @@ class Volume:
             for link in self.wiring.links
         ]
         rows: list[tuple[str, ...]] = [("link", "GB/s", *schemes)]
-        rows.extend(zip(names, rates, *columns, strict=True))
+        cells = zip(names, rates, *columns, strict=True)
+        rows.extend(row for row in cells if any(cell != "0" for cell in row[2:]))
         return "MiB on each link\n" + _align(rows)
 
 
@@ -182,7 +184,8 @@ def volume(
     dtype: Any = "bfloat16",
     expert_ids: npt.ArrayLike | None = None,
     capacity_factor: float = 1.25,
-    wiring: Wiring | None = None,
+    topology: Topology | None = None,
+    gpus: Sequence[int] | None = None,
 ) -> Volume:
     """Returns the bytes that every schedule, and every peer, would move.
 
@@ -196,7 +199,9 @@ def volume(
       expert_ids: ``int[num_ranks, tokens_per_rank, top_k]`` (or its first two axes
         merged): count this routing instead of expecting a uniform one.
       capacity_factor: of the peers that drop rows over a capacity.
-      wiring: the links under the ranks; by default one port out and one in a rank.
+      topology: the machine whose links to count on; without one, each rank has a
+        port out and a port in.
+      gpus: the topology's GPU under each rank; by default the first ones.
 
     Returns:
       A `Volume`: dispatch, combine and metadata apart, by pair of ranks and by link.
@@ -217,12 +222,6 @@ def volume(
         raise ValueError(
             f"capacity_factor: expected a positive number, got {capacity_factor}"
         )
-    wiring = _wiring.ports(shape.num_ranks) if wiring is None else wiring
-    if wiring.num_ranks != shape.num_ranks:
-        raise ValueError(
-            f"wiring: expected one for num_ranks={shape.num_ranks} ranks, got one for"
-            f" {wiring.num_ranks}"
-        )
     counts = (
         _traffic.expected_counts(shape)
         if expert_ids is None
@@ -239,8 +238,23 @@ def volume(
             name: _traffic.peer_traffic(name, shape, counts, capacity_factor)
             for name in _traffic.PEERS
         },
-        wiring=wiring,
+        wiring=wiring_of(shape.num_ranks, topology, gpus),
     )
+
+
+def wiring_of(
+    num_ranks: int, topology: Topology | None, gpus: Sequence[int] | None
+) -> Wiring:
+    """Returns the links under ranks, of a machine or assumed.
+
+    Raises:
+      ValueError: `gpus` and `topology` do not fit, or there is no topology.
+    """
+    if topology is not None:
+        return _wiring.from_topology(topology, num_ranks, gpus)
+    if gpus is not None:
+        raise ValueError(f"gpus: expected None without a topology, got {gpus!r}")
+    return _wiring.ports(num_ranks)
 
 
 def _mib(size_bytes: float) -> str:

@@ -8,7 +8,9 @@ import pytest
 
 from jax_turbobus.__main__ import main
 from jax_turbobus.moe import _volume
+from jax_turbobus.moe._choice import choose_schedule
 from jax_turbobus.moe._traffic import PEERS, SCHEDULES
+from jax_turbobus.topology import Topology
 
 
 def make(**changes):
@@ -201,3 +203,132 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert "--tokens: expected a multiple of --ranks 4" in capsys.readouterr().out
     assert main(["volume", "--experts", "10", "--ranks", "4"]) == 2
     assert "num_experts" in capsys.readouterr().out
+
+
+# On the links of a machine.
+
+
+def on(name, **changes):
+    return make(**({"dtype": "bfloat16", "topology": Topology.load(name)} | changes))
+
+
+def test_without_peer_access_every_byte_goes_up_and_down_a_pcie_link():
+    v = on("4xrtx4090")
+    packed, links = v["packed"], v.link_bytes("packed")
+    for r in range(4):
+        up, down = links[f"pcie{r} gpu{r}>numa0"], links[f"pcie{r} numa0>gpu{r}"]
+        np.testing.assert_allclose(up, packed.sent_bytes[r])
+        np.testing.assert_allclose(down, packed.received_bytes[r])
+    np.testing.assert_allclose(links["numa0 memory"], 2 * packed.total_bytes)
+    assert not v.wiring.has_peer_access
+
+
+def test_broadcast_writes_once_into_shared_memory_and_is_read_by_all():
+    v = on("4xrtx4090")
+    rows = 1024 * 256 * 2
+    loads = v.wiring.describe(v.wiring.loads(v["broadcast"], v["broadcast"].dispatch))
+    for r in range(4):
+        assert loads[f"pcie{r} gpu{r}>numa0"] == rows
+        assert loads[f"pcie{r} numa0>gpu{r}"] == 3 * rows
+    assert loads["numa0 memory"] == 4 * rows + 12 * rows
+
+
+def test_peer_memory_spares_pcie_and_far_gpus_share_what_joins_sockets():
+    nvlink = on("8xh800", num_ranks=8).link_bytes("direct")
+    assert all(not load for name, load in nvlink.items() if "pcie" in name)
+    pairs = on("rtx3090-pairs").link_bytes("packed")
+    assert pairs["nvlink0-1 gpu0>gpu1"] > 0
+    assert pairs["pcie0 gpu0>numa0"] > 0
+    uplink = on("dgx-v100").link_bytes("broadcast")
+    np.testing.assert_allclose(
+        uplink["uplink0 plx0>numa0"],
+        uplink["pcie0 gpu0>plx0"] + uplink["pcie1 gpu1>plx0"],
+    )
+
+
+def test_gpus_choose_which_links_are_meant():
+    v = on("4xrtx4090", num_ranks=2, gpus=(3, 1))
+    used = {name for name, load in v.link_bytes("packed").items() if load}
+    assert used == {
+        "pcie3 gpu3>numa0",
+        "pcie3 numa0>gpu3",
+        "pcie1 gpu1>numa0",
+        "pcie1 numa0>gpu1",
+        "numa0 memory",
+    }
+
+
+def test_a_machine_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="expected a GPU for each of 8 ranks"):
+        on("4xrtx4090", num_ranks=8)
+    with pytest.raises(ValueError, match="gpus: expected a different GPU for each"):
+        on("4xrtx4090", gpus=(0, 1, 2, 2))
+    with pytest.raises(ValueError, match="gpus: expected None without a topology"):
+        make(gpus=(0, 1, 2, 3))
+
+
+# The choice.
+
+
+def choose(name=None, **changes):
+    sizes = {
+        "tokens_per_rank": 4096,
+        "hidden": 4096,
+        "num_experts": 64,
+        "top_k": 2,
+        "num_ranks": 4,
+        "topology": Topology.load(name) if name else None,
+    }
+    return choose_schedule(**(sizes | changes))
+
+
+def test_peer_memory_is_written_directly():
+    choice = choose("2xh200", num_ranks=2)
+    assert choice.schedule == "direct"
+    assert "relay" in choice.refused
+
+
+def test_without_peer_access_rows_are_packed():
+    choice = choose("4xrtx4090")
+    assert choice.schedule == "packed"
+    assert "reach each other's memory" in choice.refused["direct"]
+    assert "pcie3" in choice.bottleneck, "the link with four lanes"
+    assert choice.seconds["packed"] < choice.seconds["broadcast"]
+
+
+def test_a_small_batch_takes_the_fewest_launches():
+    assert choose("4xrtx4090", tokens_per_rank=8, top_k=8).schedule == "broadcast"
+    assert choose("4xrtx4090", tokens_per_rank=16384, top_k=8).schedule == "packed"
+
+
+def test_on_cpu_devices_bytes_and_passes_over_memory_decide():
+    cpu = {"schedules": ("packed", "broadcast")}
+    assert choose(**cpu).schedule == "packed"
+    many = choose(num_ranks=2, top_k=8, tokens_per_rank=16, **cpu)
+    assert many.schedule == "broadcast"
+
+
+def test_a_choice_explains_itself():
+    text = choose("4xrtx4090").explain()
+    assert text.startswith("schedule: packed")
+    for word in ("broadcast", "direct", "MiB", "busiest under packed: pcie3"):
+        assert word in text
+    assert "rates assumed" in choose().explain()
+
+
+def test_schedules_that_cannot_run_are_refused():
+    with pytest.raises(ValueError, match="schedules: expected some of packed, "):
+        choose(schedules=("quick",))
+    with pytest.raises(ValueError, match=r"none of .*direct.* can run"):
+        choose("4xrtx4090", schedules=("direct",))
+
+
+def test_the_command_reads_a_topology(capsys):
+    assert main(["volume", "--topology", "4xrtx4090"]) == 0
+    text = capsys.readouterr().out
+    assert "pcie3 gpu3>numa0   6.6" in text
+    assert "schedule: packed" in text
+    assert main(["volume", "--topology", "no-such-machine"]) == 2
+    assert "expected one of 2xh200" in capsys.readouterr().out
+    assert main(["volume", "--topology", "4xrtx4090", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choice"]["schedule"] == "packed"
