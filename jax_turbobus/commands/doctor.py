@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
 import jax_turbobus
-from jax_turbobus import _ffi
+from jax_turbobus import _ffi, config, moe
 from jax_turbobus._discovery.limits import HostLimits, read_limits
 from jax_turbobus._discovery.sysfs import Sysfs
 from jax_turbobus.topology import Discovery, discover
@@ -50,7 +51,15 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 if anything is broken, 0 otherwise, after printing findings."""
     checks = [
         check
-        for group in (_software, _memory_kinds, _round_trip, _gpus, _host)
+        for group in (
+            _software,
+            _settings,
+            _memory_kinds,
+            _round_trip,
+            _exchange,
+            _gpus,
+            _host,
+        )
         for check in _guarded(group)
     ]
     if args.json:
@@ -84,12 +93,23 @@ def _software() -> Iterator[Check]:
     major, minor = core.ffi_api_version
     targets = core.ffi_targets()
     yield Check("ok", f"C++ core: XLA FFI {major}.{minor}, {len(targets)} targets")
-    if os.environ.get("JAX_TURBOBUS_DISABLE", "0") not in ("", "0"):
+
+
+def _settings() -> Iterator[Check]:
+    """Yields what the environment makes of this process's transfers."""
+    config.apply_environment()
+    used = config.current()
+    if used.topology is not None:
+        pooled = "pooled over" if used.pooled else "direct on"
+        yield Check("ok", f"transfers: {pooled} the links of {used.topology.name!r}")
+    elif os.environ.get("JAX_TURBOBUS_DISABLE", "0") not in ("", "0"):
         yield Check(
             "warn",
-            "JAX_TURBOBUS_DISABLE is set: transfers are JAX's own",
+            "transfers: plain copies, because JAX_TURBOBUS_DISABLE is set",
             "unset it to pool links",
         )
+    else:
+        yield Check("ok", "transfers: no engine configured for this process")
 
 
 def _memory_kinds() -> Iterator[Check]:
@@ -133,6 +153,46 @@ def _round_trip() -> Iterator[Check]:
             "broken",
             f"1 MiB to the device and back inside jit: {wrong} of {words.size} words "
             f"wrong",
+            "report this, with the output of this command",
+        )
+
+
+def _exchange() -> Iterator[Check]:
+    """Yields whether tokens reach their experts on all devices and come back."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()), ("rank",))
+    num_ranks = mesh.size
+    num_tokens, hidden = 32 * num_ranks, 128
+    tokens = jnp.arange(num_tokens * hidden, dtype=jnp.float32)
+    tokens = tokens.reshape(num_tokens, hidden) % 251
+    # Two experts of a token on different ranks, and weights that add up to one.
+    first = jnp.arange(num_tokens, dtype=jnp.int32) % (2 * num_ranks)
+    ids = jnp.stack([first, (first + 2) % (2 * num_ranks)], axis=1)
+    if num_ranks == 1:
+        ids = ids.at[:, 1].set(-1)
+    weights = jnp.where(ids >= 0, jnp.float32(0.5), jnp.float32(0))
+    weights = weights / weights.sum(axis=1, keepdims=True)
+
+    def identity_experts(x: jax.Array, e: jax.Array, w: jax.Array) -> jax.Array:
+        rows, _, state = moe.dispatch(
+            x, e, w, num_experts=2 * num_ranks, axis_name="rank"
+        )
+        return moe.combine(rows, state)
+
+    spec = jax.sharding.PartitionSpec("rank")
+    there_and_back = jax.shard_map(
+        identity_experts, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec
+    )
+    back = jax.jit(there_and_back)(tokens, ids, weights)
+    if np.array_equal(np.asarray(back), np.asarray(tokens)):
+        yield Check(
+            "ok", f"expert exchange over {num_ranks} device(s): every bit right"
+        )
+    else:
+        wrong = int(np.count_nonzero(np.asarray(back != tokens).any(axis=1)))
+        yield Check(
+            "broken",
+            f"expert exchange over {num_ranks} device(s): {wrong} of {num_tokens} "
+            f"tokens wrong",
             "report this, with the output of this command",
         )
 
@@ -196,8 +256,9 @@ def gpu_checks(
         )
     if not has_cuda:
         yield Check(
-            "warn",
-            "the package was built without its CUDA half: GPU transfers are JAX's own",
+            "broken" if num_jax_gpus else "warn",
+            "the package was built without its CUDA half: its calls do not compile "
+            "for GPUs",
             "install nvcc, then `pip install --force-reinstall .`",
         )
     for gpu in topology.gpus:

@@ -8,6 +8,8 @@ import sys
 import pytest
 from _fakes import FakeGpu, FakeNvml, add_device, add_numa
 
+import jax_turbobus
+import jax_turbobus.moe
 from jax_turbobus.__main__ import main
 from jax_turbobus._discovery.limits import HostLimits, read_limits
 from jax_turbobus.commands import doctor
@@ -66,7 +68,8 @@ def test_topo_of_an_unknown_name_lists_those_there_are(capsys):
 def test_doctor_finds_nothing_broken_here(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "every bit right" in out
+    assert out.count("every bit right") == 2
+    assert "expert exchange over 8 device(s)" in out
     assert "pinned_host" in out
     assert "/dev/shm" in out
     assert "BROKEN" not in out
@@ -111,12 +114,29 @@ def test_doctor_sees_wrong_bits(capsys, monkeypatch):
 def test_doctor_says_when_pooling_is_switched_off(capsys, monkeypatch):
     monkeypatch.setenv("JAX_TURBOBUS_DISABLE", "1")
     assert main(["doctor"]) == 0
-    assert "transfers are JAX's own" in capsys.readouterr().out
+    assert "because JAX_TURBOBUS_DISABLE is set" in capsys.readouterr().out
+
+
+def test_doctor_says_over_which_links_transfers_go(capsys):
+    with jax_turbobus.configured(topology="8xh800"):
+        assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "transfers: pooled over the links of '8xh800'" in out
+    assert out.count("every bit right") == 2
+
+
+def test_doctor_sees_tokens_that_come_back_wrong(capsys, monkeypatch):
+    real = jax_turbobus.moe.combine
+    monkeypatch.setattr(
+        "jax_turbobus.moe.combine", lambda rows, state: real(rows * 2, state)
+    )
+    assert main(["doctor"]) == 1
+    assert re.search(r"BROKEN expert exchange.*: 25\d of 256", capsys.readouterr().out)
 
 
 @pytest.mark.slow
 def test_the_commands_run_in_a_process_of_their_own():
-    for command, status in (["topo", "2xh200"], 0), (["doctor"], 0), (["topo", "x"], 2):
+    for command, status in (["doctor"], 0), (["topo", "x"], 2):
         done = subprocess.run(
             [sys.executable, "-m", "jax_turbobus", *command],
             capture_output=True,
@@ -180,7 +200,9 @@ def test_doctor_warns_about_what_makes_gpus_slower_or_unused(tmp_path):
         gpu_findings(tmp_path, nvml, num_jax_gpus=0)
     )
     assert "JAX sees 1 of 2" in texts(gpu_findings(tmp_path, nvml, num_jax_gpus=1))
-    assert "nvcc" in texts(gpu_findings(tmp_path, nvml, has_cuda=False), "warn")
+    assert "nvcc" in texts(gpu_findings(tmp_path, nvml, has_cuda=False), "broken")
+    unused = gpu_findings(tmp_path, nvml, has_cuda=False, num_jax_gpus=0)
+    assert "nvcc" in texts(unused, "warn")
     asynchronous = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
     assert "another process" in texts(
         gpu_findings(tmp_path, nvml, environ=asynchronous)
