@@ -79,6 +79,8 @@ class FakeScheduler final : public sched::Scheduler {
   }
   std::optional<int64_t> NextWakeupNs() const override { return std::nullopt; }
   bool is_idle() const override { return live.empty(); }
+  void Rescan() override {}
+  sched::LaneState lane_state(int) const override { return {}; }
 
   void Queue(sched::TransferId id, int64_t size_bytes) {
     sched::Block block;
