@@ -195,14 +195,8 @@ BlockScheduler::InFlight BlockScheduler::Retire(InFlight& in_flight,
   link.backlog.Remove(now_ns, retired.service_ns);
   lane.in_flight_bytes -= retired.extent.size_bytes;
   --lane.num_in_flight;
-  if (lane.is_relay) {
-    link.relay_in_flight_bytes -= retired.extent.size_bytes;
-    if (lane.num_in_flight == 0) {
-      for (int c : lane.caps) {
-        tables_.caps[c].relay_rate -= lane.rate_bytes_per_s;
-      }
-    }
-  }
+  if (lane.num_in_flight == 0) CountActive(lane, -1);
+  if (lane.is_relay) link.relay_in_flight_bytes -= retired.extent.size_bytes;
   --tables_.transfers[retired.transfer].num_in_flight;
   own_marks_.Add(lane.host_link);
   relay_marks_.Add(lane.host_link);
@@ -217,16 +211,19 @@ void BlockScheduler::LearnLateness(const InFlight& in_flight, int64_t now_ns) {
   if (2 * size_bytes < std::min(kMinBlockBytes, tables_.config.block_bytes)) {
     return;
   }
-  // Blocks before it on the same link are not its own delay.
-  const int64_t start_ns = std::max(
-      in_flight.issue_ns, tables_.links[lane.host_link].backlog.since_ns());
+  // Blocks before it on its lane are not its own delay, nor is what it shares
+  // with others: by its caps, or if it has none, the blocks before it on the
+  // link.
+  const Backlog& before =
+      lane.caps.empty() ? tables_.links[lane.host_link].backlog : lane.backlog;
+  const int64_t start_ns = std::max(in_flight.issue_ns, before.since_ns());
   const int64_t latency_ns =
       start_ns == in_flight.issue_ns ? lane.latency_ns : 0;
-  const int64_t expected_ns =
-      static_cast<int64_t>(static_cast<double>(size_bytes) * lane.ns_per_byte) +
-      latency_ns;
-  const bool is_changed =
-      lane.late.Record(now_ns - start_ns, expected_ns + kGraceNs, now_ns);
+  const double stretch = std::max(in_flight.stretch, Stretch(tables_, lane));
+  const auto service_ns = static_cast<int64_t>(static_cast<double>(size_bytes) *
+                                               lane.ns_per_byte * stretch);
+  const bool is_changed = lane.late.Record(
+      now_ns - start_ns, service_ns + latency_ns + kGraceNs, now_ns);
   // A direct lane has nowhere to go; its lateness counts in finish times.
   if (is_changed && lane.is_relay) MarkAll();
 }
@@ -240,7 +237,10 @@ std::vector<TransferId> BlockScheduler::TakeStranded() {
 }
 
 std::optional<int64_t> BlockScheduler::NextWakeupNs() const {
-  if (wakeup_ns_ == kNever || is_idle()) return {};
+  // Within a slot nothing but its end matters.
+  const bool is_in_slot = tables_.config.mode == Mode::kLockStep &&
+                          num_in_flight_ > 0 && !is_slot_open_;
+  if (wakeup_ns_ == kNever || is_idle() || is_in_slot) return {};
   return wakeup_ns_;
 }
 

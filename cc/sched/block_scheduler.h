@@ -34,6 +34,9 @@ class BlockScheduler final : public Scheduler {
   std::optional<int64_t> NextWakeupNs() const override;
   bool is_idle() const override { return slots_by_id_.empty(); }
   void Rescan() override { MarkAll(); }
+  int num_lanes() const override {
+    return static_cast<int>(tables_.lanes.size());
+  }
   LaneState lane_state(int lane) const override;
 
  private:
@@ -49,6 +52,8 @@ class BlockScheduler final : public Scheduler {
     Extent extent;
     int64_t issue_ns = 0;
     int64_t service_ns = 0;
+    /// What shared caps were expected to cost it.
+    double stretch = 1;
   };
 
   // Queues (block_scheduler_queues.cc): which lists a transfer is in.
@@ -96,7 +101,7 @@ class BlockScheduler final : public Scheduler {
   int64_t MaxBytes(const TransferState& transfer, const Lane& lane) const;
   Block Issue(const Choice& choice, int64_t now_ns);
   Extent Take(TransferState& transfer, const Piece& piece);
-  void ChargeCaps(const Lane& lane, int64_t size_bytes, int64_t now_ns);
+  void CountActive(const Lane& lane, int sign);
   void MarkDeferred(Queue& queue);
   void MarkDeferredAround(const HostLink& link);
   void MarkAll();

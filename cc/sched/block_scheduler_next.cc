@@ -14,9 +14,6 @@ constexpr int64_t kSlotParts = 16;
 /// A probe is this part of a block, so that a busy relay loses little time to
 /// it.
 constexpr int64_t kProbeParts = 4;
-/// What relays are charged for at least, where own traffic leaves them nothing
-/// of a cap and they are all that a transfer has.
-constexpr int64_t kMinResidualParts = 20;
 
 }  // namespace
 
@@ -103,10 +100,9 @@ std::optional<BlockScheduler::Choice> BlockScheduler::DirectTakes(
   // To queue a block behind another pays only where no relay would be through
   // with it sooner.
   if (transfer.relayable.is_linked) {
-    const int64_t finish_ns = StartNs(tables_, lane, now_ns) +
-                              lane.ServiceNs(size_bytes) + lane.latency_ns;
     if (OthersFinishBefore(tables_, transfer, queue.direct, size_bytes,
-                           finish_ns, now_ns)) {
+                           FinishNs(tables_, lane, size_bytes, now_ns),
+                           now_ns)) {
       queue.is_direct_deferred = queue.has_deferred = true;
       return {};
     }
@@ -164,8 +160,7 @@ bool BlockScheduler::IsWorthRelaying(const Choice& choice,
   }
   const Lane& lane = tables_.lanes[choice.lane];
   const int64_t size_bytes = choice.piece.size_bytes;
-  const int64_t finish_ns = StartNs(tables_, lane, now_ns) +
-                            lane.ServiceNs(size_bytes) + lane.latency_ns;
+  const int64_t finish_ns = FinishNs(tables_, lane, size_bytes, now_ns);
   return FinishesBeforeDirect(tables_, transfer, finish_ns, now_ns) &&
          !OthersFinishBefore(tables_, transfer, choice.lane, size_bytes,
                              finish_ns, now_ns);
@@ -192,7 +187,8 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int num_sharing,
   if (link.relay_in_flight_bytes + size_bytes > link.relay_window_bytes) {
     return false;
   }
-  if (is_orphan) return true;
+  // Slots have no clock: there caps limit the size of a block (`MaxBytes`).
+  if (is_orphan || tables_.config.mode == Mode::kLockStep) return true;
   const int64_t open_ns = CapsOpenNs(tables_, l, size_bytes, now_ns);
   if (open_ns <= now_ns) return true;
   if (open_ns != kNever) WakeAt(l.host_link, open_ns);
@@ -220,13 +216,14 @@ int64_t BlockScheduler::MaxBytes(const TransferState& transfer,
                                  const Lane& lane) const {
   int64_t bytes = transfer.block_bytes;
   if (tables_.config.mode == Mode::kLockStep) {
-    const double share =
-        slot_ns_per_byte_ / (lane.ns_per_byte * lane.late.lateness());
+    double share = std::min(
+        1.0, slot_ns_per_byte_ / (lane.ns_per_byte * lane.late.lateness()));
+    if (lane.is_relay && !tables_.queues[lane.queue].is_orphan()) {
+      share = std::min(share, CapShare(tables_, lane));
+    }
     const int64_t part = std::max<int64_t>(bytes / kSlotParts, 1);
-    const int64_t num_parts =
-        static_cast<int64_t>(std::min(share, 1.0) * static_cast<double>(bytes) /
-                                 static_cast<double>(part) +
-                             0.01);
+    const auto num_parts = static_cast<int64_t>(
+        share * static_cast<double>(bytes) / static_cast<double>(part) + 0.01);
     if (num_parts == 0 && lane.is_relay) return 0;
     bytes = std::min(bytes, std::max<int64_t>(num_parts, 1) * part);
   }
@@ -300,6 +297,7 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
   HostLink& link = tables_.links[lane.host_link];
   const Extent extent = Take(transfer, choice.piece);
   const int64_t size_bytes = extent.size_bytes;
+  const double stretch = Stretch(tables_, lane);
 
   if (free_in_flight_.empty()) {
     free_in_flight_.push_back(static_cast<int>(in_flight_.size()));
@@ -313,12 +311,14 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
                .lane = choice.lane,
                .extent = extent,
                .issue_ns = now_ns,
-               .service_ns = lane.ServiceNs(size_bytes)};
+               .service_ns = lane.ServiceNs(size_bytes, stretch),
+               .stretch = stretch};
   ++num_in_flight_;
   ++transfer.num_in_flight;
 
+  if (lane.num_in_flight == 0) CountActive(lane, 1);
   if (lane.is_relay) {
-    ChargeCaps(lane, size_bytes, now_ns);
+    ChargeCaps(tables_, lane, size_bytes, now_ns);
     link.relay_in_flight_bytes += size_bytes;
   }
   lane.backlog.Add(now_ns, in_flight.service_ns);
@@ -342,17 +342,12 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
   return block;
 }
 
-void BlockScheduler::ChargeCaps(const Lane& lane, int64_t size_bytes,
-                                int64_t now_ns) {
+void BlockScheduler::CountActive(const Lane& lane, int sign) {
   for (int c : lane.caps) {
-    Cap& cap = tables_.caps[c];
-    if (lane.num_in_flight == 0) cap.relay_rate += lane.rate_bytes_per_s;
-    const int64_t residual =
-        std::max(cap.residual(), cap.bandwidth_bytes_per_s / kMinResidualParts);
-    cap.relay_free_ns =
-        std::max(cap.relay_free_ns, now_ns) +
-        static_cast<int64_t>(1e9 * static_cast<double>(size_bytes) /
-                             static_cast<double>(residual));
+    tables_.caps[c].active_rate += sign * lane.rate_bytes_per_s;
+    if (lane.is_relay) {
+      tables_.caps[c].relay_rate += sign * lane.rate_bytes_per_s;
+    }
   }
 }
 

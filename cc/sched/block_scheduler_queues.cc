@@ -22,7 +22,7 @@ bool BlockScheduler::MayRelayFresh(const TransferState& transfer) const {
   const Queue& queue = tables_.queues[transfer.queue];
   if (queue.is_orphan()) return true;
   if (transfer.is_small) return false;
-  if (!transfer.is_large) return true;
+  if (!transfer.is_large || !tables_.config.has_token_gate) return true;
   const auto& token = tables_.links[queue.host_link].token;
   return !token.empty() && &tables_.transfers[token.front()] == &transfer;
 }

@@ -40,7 +40,9 @@ TEST(CapsTest, RelaysGetWhatDirectLanesLeaveOfACap) {
   node.Run(200 * kMs);
   int64_t relayed = 0;
   for (int lane : {1, 2, 3}) relayed += node.BytesOn(lane, 1);
-  EXPECT_NEAR(static_cast<double>(relayed) / kMib, 300, 10);
+  // 200 ms at 1.5, plus the clock's headroom of 5 % and what is in flight.
+  EXPECT_GE(relayed, 300 * kMib);
+  EXPECT_LE(relayed, 321 * kMib);
 }
 
 TEST(CapsTest, AnotherGpusOwnTrafficComesBeforeRelaysInACap) {
@@ -55,6 +57,16 @@ TEST(CapsTest, AnotherGpusOwnTrafficComesBeforeRelaysInACap) {
   node.Run();
   EXPECT_GE(node.BytesOn(1, 1) + node.BytesOn(2, 1), 20 * kMib);
   EXPECT_LE(node.DurationMs(1), 77);
+}
+
+TEST(CapsTest, SlotsKeepToCapsByTheSizeOfBlocks) {
+  Config config = AllToAll({1, 1, 1, 1});
+  config.mode = Mode::kLockStep;
+  AddCap(config, 2.5, {0, 1, 2, 3});
+  VirtualNode node(config);
+  node.Submit(1, 0, 100 * kMib);
+  node.Run();
+  EXPECT_NEAR(node.DurationMs(1), 40, 1);
 }
 
 TEST(CapsTest, ACapThatDoesNotBindChangesNothing) {

@@ -9,6 +9,8 @@ namespace {
 
 /// Relays are not let into a cap of which less than this part is left.
 constexpr int64_t kMinResidualParts = 20;
+/// How much faster than promised a cap's clock runs.
+constexpr double kCapHeadroom = 1.05;
 /// Queues with more lanes than any node has skip the comparison with others.
 constexpr size_t kMaxCompared = 64;
 
@@ -78,11 +80,48 @@ int64_t CapsOpenNs(const Tables& tables, const Lane& lane, int64_t size_bytes,
     const int64_t wanted =
         cap.relay_rate + (lane.num_in_flight > 0 ? 0 : lane.rate_bytes_per_s);
     if (wanted <= residual) continue;
-    const double lead_ns = Ns(lane.in_flight_bytes + size_bytes, residual);
+    const double lead_ns =
+        Ns(lane.in_flight_bytes + size_bytes, residual) / kCapHeadroom;
     open_ns =
         std::max(open_ns, cap.relay_free_ns - static_cast<int64_t>(lead_ns));
   }
   return open_ns;
+}
+
+void ChargeCaps(Tables& tables, const Lane& lane, int64_t size_bytes,
+                int64_t now_ns) {
+  for (int c : lane.caps) {
+    Cap& cap = tables.caps[c];
+    const int64_t residual =
+        std::max(cap.residual(), cap.bandwidth_bytes_per_s / kMinResidualParts);
+    cap.relay_free_ns =
+        std::max(cap.relay_free_ns, now_ns) +
+        static_cast<int64_t>(Ns(size_bytes, residual) / kCapHeadroom);
+  }
+}
+
+double CapShare(const Tables& tables, const Lane& lane) {
+  double share = 1;
+  for (int c : lane.caps) {
+    const Cap& cap = tables.caps[c];
+    share =
+        std::min(share, static_cast<double>(cap.residual() - cap.relay_rate) /
+                            static_cast<double>(lane.rate_bytes_per_s));
+  }
+  return std::max(share, 0.0);
+}
+
+double Stretch(const Tables& tables, const Lane& lane) {
+  double stretch = 1;
+  for (int c : lane.caps) {
+    const Cap& cap = tables.caps[c];
+    const int64_t active_rate =
+        cap.active_rate + (lane.num_in_flight > 0 ? 0 : lane.rate_bytes_per_s);
+    stretch =
+        std::max(stretch, static_cast<double>(active_rate) /
+                              static_cast<double>(cap.bandwidth_bytes_per_s));
+  }
+  return stretch;
 }
 
 int64_t StartNs(const Tables& tables, const Lane& lane, int64_t now_ns) {
@@ -90,13 +129,20 @@ int64_t StartNs(const Tables& tables, const Lane& lane, int64_t now_ns) {
                   tables.links[lane.host_link].backlog.FreeAt(now_ns));
 }
 
+int64_t FinishNs(const Tables& tables, const Lane& lane, int64_t size_bytes,
+                 int64_t now_ns) {
+  return StartNs(tables, lane, now_ns) +
+         lane.ServiceNs(size_bytes, Stretch(tables, lane)) + lane.latency_ns;
+}
+
 bool FinishesBeforeDirect(const Tables& tables, const TransferState& transfer,
                           int64_t finish_ns, int64_t now_ns) {
   const Queue& queue = tables.queues[transfer.queue];
   const Lane& direct = tables.lanes[queue.direct];
   const int64_t idle_ns = StartNs(tables, direct, now_ns) + direct.latency_ns;
+  const double stretch = Stretch(tables, direct);
   const auto done_ns = [&](int64_t bytes) {
-    return idle_ns + direct.ServiceNs(bytes);
+    return idle_ns + direct.ServiceNs(bytes, stretch);
   };
   if (finish_ns < done_ns(transfer.left_bytes)) return true;
   // The queue behind the transfer does not matter, but its length bounds what

@@ -48,6 +48,8 @@ struct Config {
   /// A transfer of more than this is large. It is queued chunk by chunk, and
   /// relays work for it only while it holds its GPU's token.
   int64_t chunk_bytes = 128 << 20;
+  /// Whether relays wait for the token. Off only to measure what it is worth.
+  bool has_token_gate = true;
   /// A relay whose blocks keep taking more than this times their expected time
   /// backs off: it gets one small block a probe interval, twice as long after
   /// each probe that was late, until one is on time.
@@ -153,6 +155,7 @@ class Scheduler {
   /// that it yields no block that `Next` had not found.
   virtual void Rescan() = 0;
 
+  virtual int num_lanes() const = 0;
   /// `lane` must be an index into `Config::lanes`.
   virtual LaneState lane_state(int lane) const = 0;
 };

@@ -55,7 +55,8 @@ struct Cap {
   int64_t bandwidth_bytes_per_s = 0;
   /// Of the direct lanes that have something to issue: they come first.
   int64_t own_rate = 0;
-  /// Of the relay lanes with blocks in flight.
+  /// Of the lanes with blocks in flight: all of them, and the relays.
+  int64_t active_rate = 0;
   int64_t relay_rate = 0;
   /// When relays will have used up what they have been given so far.
   int64_t relay_free_ns = 0;
@@ -83,10 +84,11 @@ struct Lane {
   int64_t num_issued_blocks = 0;
   int64_t issued_bytes = 0;
 
-  /// How long the lane needs for so much, at the speed it has shown lately.
-  int64_t ServiceNs(int64_t size_bytes) const {
+  /// How long the lane needs for so much, at the speed it has shown lately,
+  /// if what it shares slows it down by the factor `stretch`.
+  int64_t ServiceNs(int64_t size_bytes, double stretch) const {
     return static_cast<int64_t>(static_cast<double>(size_bytes) * ns_per_byte *
-                                late.lateness());
+                                late.lateness() * stretch);
   }
 };
 
