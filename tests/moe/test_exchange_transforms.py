@@ -121,7 +121,10 @@ def test_operands_that_do_not_vary_have_summed_gradients():
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, 0), (None, 0, None)])
 def test_vmap_over_microbatches_meets_once(in_axes):
     tokens, ids, weights, scale = inputs(4, batch=(3,))
-    args = [x if a == 0 else x[0] for x, a in zip((tokens, ids, weights), in_axes)]
+    args = [
+        x if a == 0 else x[0]
+        for x, a in zip((tokens, ids, weights), in_axes, strict=True)
+    ]
 
     def layer(tokens, ids, weights, scale):
         return jax.vmap(lambda *a: scaling_layer(E)(*a, scale), in_axes)(
