@@ -5,21 +5,16 @@ namespace {
 
 constexpr int kPaddingBlocks = 32;
 
-__device__ float WeightOf(const Shape& shape, const float* weights,
-                          int64_t token) {
-  if (weights == nullptr || Lane() >= shape.top_k) return 1;
-  return weights[token * shape.top_k + Lane()];
-}
-
 /// Adds the weighted rows of `bits`' slots, in slot order, at one vector.
 template <typename Pack>
 __device__ void AddRows(const Shape& shape, const uint8_t* rows,
-                        const Slots& slots, float weight, unsigned bits,
-                        int64_t vec, typename Pack::Acc (&sum)[Pack::kSize]) {
+                        const Slots& slots, typename Pack::Acc weight,
+                        unsigned bits, int64_t vec,
+                        typename Pack::Acc (&sum)[Pack::kSize]) {
   while (bits != 0) {
     const int bit = PopBit(bits);
     const int64_t row = __shfl_sync(kAllLanes, slots.position, bit);
-    const float scale = __shfl_sync(kAllLanes, weight, bit);
+    const auto scale = __shfl_sync(kAllLanes, weight, bit);
     if (vec >= 0) {
       reinterpret_cast<const Pack*>(rows + row * shape.row_bytes)[vec].AddTo(
           sum, scale);
@@ -44,13 +39,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
   if (token >= shape.num_tokens) return;
-  const int source = static_cast<int>(blockIdx.y) +
-                     (static_cast<int>(blockIdx.y) >= shape.rank ? 1 : 0);
+  const int source = PeerOf(shape.rank, blockIdx.y);
   const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
                                 args.positions.of[source], token);
   const unsigned here = slots.On(shape.rank);
   if (here == 0) return;
-  const float weight = WeightOf(shape, args.weights.of[source], token);
+  const auto weight = WeightOf<typename Pack::Acc>(
+      shape, args.weights.of[source], token, slots);
   auto* out = reinterpret_cast<Pack*>(
       args.partials.of[source] +
       (static_cast<int64_t>(shape.rank) * shape.num_tokens + token) *
@@ -72,7 +67,8 @@ __global__ void __launch_bounds__(kThreads)
   if (token >= shape.num_tokens) return;
   const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
                                 args.positions.of[shape.rank], token);
-  const float weight = WeightOf(shape, args.weights.of[shape.rank], token);
+  const auto weight = WeightOf<typename Pack::Acc>(
+      shape, args.weights.of[shape.rank], token, slots);
   const unsigned here = slots.On(shape.rank);
   const uint8_t* partials =
       args.partials.of[shape.rank] + token * shape.row_bytes;
@@ -98,12 +94,14 @@ __global__ void __launch_bounds__(kThreads)
       });
 }
 
-/// One slot's gradients: writes weight · dy to its row, returns ⟨dy, row⟩ (to
-/// all lanes). `out_grad` may be the slot's own row gradient.
+/// The gradients of lane `bit`'s row: weight · dy, and ⟨dy, row⟩ for the slots
+/// that share the row. `out_grad_row` may be that row's own gradient.
 template <typename Pack>
-__device__ float SlotGrad(const Shape& shape, const Pack* out_grad,
-                          const uint8_t* rows, uint8_t* row_grads, int64_t row,
-                          float weight) {
+__device__ typename Pack::Acc SlotGrad(const Shape& shape,
+                                       const uint8_t* out_grad_row,
+                                       const uint8_t* rows, uint8_t* row_grads,
+                                       int64_t row, typename Pack::Acc weight) {
+  const auto* out_grad = reinterpret_cast<const Pack*>(out_grad_row);
   const auto* values =
       reinterpret_cast<const Pack*>(rows + row * shape.row_bytes);
   auto* grads = reinterpret_cast<Pack*>(row_grads + row * shape.row_bytes);
@@ -116,7 +114,7 @@ __device__ float SlotGrad(const Shape& shape, const Pack* out_grad,
                dot += values[vec].Dot(grad);
                grads[vec] = Pack::From(grad, weight);
              });
-  return static_cast<float>(WarpSum(dot));
+  return WarpSum(dot);
 }
 
 template <typename Pack>
@@ -138,12 +136,15 @@ __global__ void __launch_bounds__(kThreads)
   if (token >= shape.num_tokens) return;
   const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
                                 args.positions.of[shape.rank], token);
-  const float weight = WeightOf(shape, args.weights.of[shape.rank], token);
-  float* weight_grads = args.weight_grads.of[shape.rank] + token * shape.top_k;
-  if (Lane() < shape.top_k && slots.position < 0) weight_grads[Lane()] = 0;
+  const auto weight = WeightOf<typename Pack::Acc>(
+      shape, args.weights.of[shape.rank], token, slots);
+  auto* weight_grads =
+      static_cast<typename Pack::Acc*>(args.weight_grads.of[shape.rank]) +
+      token * shape.top_k;
+  if (Lane() < shape.top_k && !slots.has_row) weight_grads[Lane()] = 0;
 
   const uint8_t* out_grad = args.out_grad + token * shape.row_bytes;
-  const bool is_target = slots.owner != shape.rank && slots.is_first();
+  const bool is_target = slots.is_first && slots.owner != shape.rank;
   uint8_t* target = is_target ? args.row_grads.of[slots.owner] +
                                     slots.position * shape.row_bytes
                               : nullptr;
@@ -151,11 +152,13 @@ __global__ void __launch_bounds__(kThreads)
                 shape.row_bytes);
   for (unsigned bits = slots.On(shape.rank); bits != 0;) {
     const int bit = PopBit(bits);
-    const float grad =
-        SlotGrad(shape, reinterpret_cast<const Pack*>(out_grad), args.rows, own,
-                 __shfl_sync(kAllLanes, slots.position, bit),
-                 __shfl_sync(kAllLanes, weight, bit));
-    if (Lane() == 0) weight_grads[bit] = grad;
+    const auto grad =
+        SlotGrad<Pack>(shape, out_grad, args.rows, own,
+                       __shfl_sync(kAllLanes, slots.position, bit),
+                       __shfl_sync(kAllLanes, weight, bit));
+    if (slots.has_row && (slots.sharing >> bit & 1u) != 0) {
+      weight_grads[Lane()] = grad;
+    }
   }
 }
 
@@ -166,26 +169,29 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
   if (token >= shape.num_tokens) return;
-  const int source = static_cast<int>(blockIdx.y) +
-                     (static_cast<int>(blockIdx.y) >= shape.rank ? 1 : 0);
+  const int source = PeerOf(shape.rank, blockIdx.y);
   const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
                                 args.positions.of[source], token);
   const unsigned here = slots.On(shape.rank);
   if (here == 0) return;
-  const float weight = WeightOf(shape, args.weights.of[source], token);
+  const auto weight = WeightOf<typename Pack::Acc>(
+      shape, args.weights.of[source], token, slots);
   uint8_t* const own = args.row_grads.of[shape.rank];
   const int first = __ffs(here) - 1;
   const int64_t first_row = __shfl_sync(kAllLanes, slots.position, first);
-  const auto* out_grad =
-      reinterpret_cast<const Pack*>(own + first_row * shape.row_bytes);
-  float* weight_grads = args.weight_grads.of[source] + token * shape.top_k;
+  auto* weight_grads =
+      static_cast<typename Pack::Acc*>(args.weight_grads.of[source]) +
+      token * shape.top_k;
   // The first slot's row holds `dy` until all others have read it.
   for (unsigned bits = here & (here - 1);;) {
     const int bit = bits != 0 ? PopBit(bits) : first;
-    const float grad = SlotGrad(shape, out_grad, args.rows, own,
-                                __shfl_sync(kAllLanes, slots.position, bit),
-                                __shfl_sync(kAllLanes, weight, bit));
-    if (Lane() == 0) weight_grads[bit] = grad;
+    const auto grad =
+        SlotGrad<Pack>(shape, own + first_row * shape.row_bytes, args.rows, own,
+                       __shfl_sync(kAllLanes, slots.position, bit),
+                       __shfl_sync(kAllLanes, weight, bit));
+    if (slots.has_row && (slots.sharing >> bit & 1u) != 0) {
+      weight_grads[Lane()] = grad;
+    }
     if (bit == first) break;
   }
 }

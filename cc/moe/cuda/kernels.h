@@ -61,14 +61,15 @@ struct SendArgs {
   const uint8_t* tokens;         // [num_tokens, row]
   int32_t* positions;            // s32[num_tokens, top_k], written here.
   int32_t* group_sizes;          // s32[num_local_experts]: rows kept.
-  int32_t* overflow;             // s32[1]: rows wanted beyond capacity.
+  int32_t* wanted;               // s32[num_local_experts]: before drops.
   /// Whether a token goes once to each rank (expand follows) or once a copy.
   bool is_deduplicated;
 };
 
 /// Writes each token to its rows, `positions` (the row at its expert's rank, or
-/// -1: masked or dropped), the group sizes of this rank's experts, and zeroes
-/// this rank's padding rows.
+/// -1: masked or dropped; choices of one expert share one), the sizes of this
+/// rank's experts, and zeroes this rank's padding rows. Which rows are dropped:
+/// `RowPlan` in moe/plan.h, with the same result.
 cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
                        cudaStream_t stream);
 
@@ -81,8 +82,9 @@ cudaError_t LaunchExpand(const Shape& shape, const Peers<const int32_t>& ids,
 struct CombineArgs {
   Peers<const int32_t> expert_ids;
   Peers<const int32_t> positions;
-  /// f32[num_tokens, top_k] of each rank; null: all ones.
-  Peers<const float> weights;
+  /// [num_tokens, top_k] of each rank, float (double for kF64). Null: each row
+  /// counts once, whatever choices share it (the transpose of dispatch).
+  Peers<const void> weights;
   const uint8_t* rows;      // This rank's experts' results.
   Peers<uint8_t> partials;  // Each rank's [num_ranks, num_tokens, row].
   uint8_t* out;             // [num_tokens, row]
@@ -100,11 +102,11 @@ cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
 struct CombineGradArgs {
   Peers<const int32_t> expert_ids;
   Peers<const int32_t> positions;
-  Peers<const float> weights;
+  Peers<const void> weights;   // As in `CombineArgs`, not null.
   const uint8_t* out_grad;     // [num_tokens, row], of this rank's tokens.
   const uint8_t* rows;         // What combine summed on this rank.
   Peers<uint8_t> row_grads;    // Each rank's result, as `rows`.
-  Peers<float> weight_grads;   // f32[num_tokens, top_k] of each rank.
+  Peers<void> weight_grads;    // [num_tokens, top_k] of each rank.
   const int32_t* group_sizes;  // Of this rank, for its padding.
 };
 

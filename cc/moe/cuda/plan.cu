@@ -13,8 +13,17 @@ __device__ int64_t NumSlots(const Shape& shape) {
   return static_cast<int64_t>(shape.num_tokens) * shape.top_k;
 }
 
-__device__ bool IsExpert(const Shape& shape, int id) {
-  return id >= 0 && id < shape.num_experts;
+/// The expert that a slot counts for; -1 if it names none, or one that an
+/// earlier slot of its token has named.
+__device__ int CountedExpert(const Shape& shape,
+                             const int32_t* __restrict__ expert_ids,
+                             int64_t slot) {
+  const int id = expert_ids[slot];
+  if (id < 0 || id >= shape.num_experts) return -1;
+  for (int64_t other = slot - slot % shape.top_k; other < slot; ++other) {
+    if (expert_ids[other] == id) return -1;
+  }
+  return id;
 }
 
 /// Turns per-block counts into exclusive prefixes over the blocks; the total
@@ -44,8 +53,8 @@ __global__ void SmallPlan(const __grid_constant__ Shape shape,
   __syncthreads();
   const int slots_per_block = tokens_per_block * shape.top_k;
   for (int64_t slot = threadIdx.x; slot < NumSlots(shape); slot += blockDim.x) {
-    const int id = expert_ids[slot];
-    if (IsExpert(shape, id)) {
+    const int id = CountedExpert(shape, expert_ids, slot);
+    if (id >= 0) {
       atomicAdd(&histogram[slot / slots_per_block * num_experts + id], 1);
     }
   }
@@ -74,8 +83,8 @@ __global__ void CountByBlock(const __grid_constant__ Shape shape,
   const int64_t first = static_cast<int64_t>(blockIdx.x) * slots_per_block;
   const int64_t end = min(first + slots_per_block, NumSlots(shape));
   for (int64_t slot = first + threadIdx.x; slot < end; slot += blockDim.x) {
-    const int id = expert_ids[slot];
-    if (IsExpert(shape, id)) atomicAdd(&histogram[id], 1);
+    const int id = CountedExpert(shape, expert_ids, slot);
+    if (id >= 0) atomicAdd(&histogram[id], 1);
   }
   __syncthreads();
   int32_t* out =

@@ -21,33 +21,67 @@ inline constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ inline int Lane() { return threadIdx.x % kWarpSize; }
 __device__ inline int WarpInBlock() { return threadIdx.x / kWarpSize; }
 
-/// Which lanes' slots have a row, and where.
-struct Slots {
-  int position = -1;   // This lane's row, or -1.
-  int owner = -1;      // The rank that holds it.
-  unsigned valid = 0;  // Lanes with a row anywhere.
-  unsigned same = 0;   // Valid lanes whose row is on this lane's rank.
+/// The `index`-th of all ranks but `rank`.
+__device__ inline int PeerOf(int rank, unsigned index) {
+  const int peer = static_cast<int>(index);
+  return peer + (peer >= rank ? 1 : 0);
+}
 
-  /// Valid lanes whose row is on `rank`; all lanes call together.
+/// One token's slots. Choices of one expert share a row: the lowest of their
+/// lanes stands for it.
+struct Slots {
+  int position = -1;      // The row that this lane stands for, or -1.
+  int owner = -1;         // The rank that holds it.
+  unsigned sharing = 0;   // Lanes whose slots have this lane's row.
+  bool has_row = false;   // Whether this lane's slot has a row at all.
+  bool is_first = false;  // Whether `position` is its token's first on `owner`.
+
+  /// Lanes that stand for a row on `rank`; all lanes call together.
   __device__ unsigned On(int rank) const {
     return __ballot_sync(kAllLanes, position >= 0 && owner == rank);
   }
-  /// Whether this lane's row is its token's first on that rank.
-  __device__ bool is_first() const {
-    return position >= 0 && __ffs(same) - 1 == Lane();
-  }
 };
 
+/// `position` -1: this lane's slot has no row. All lanes call together.
 __device__ inline Slots MakeSlots(int position, int owner) {
   Slots slots;
-  slots.position = position;
-  slots.owner = owner;
-  slots.valid = __ballot_sync(kAllLanes, position >= 0);
-  slots.same = __match_any_sync(kAllLanes, position >= 0 ? owner : -1);
+  slots.has_row = position >= 0;
+  const auto row = slots.has_row
+                       ? static_cast<unsigned long long>(owner) << 32 |
+                             static_cast<unsigned>(position)
+                       : ~0ull;
+  slots.sharing = __match_any_sync(kAllLanes, row);
+  if (slots.has_row && __ffs(slots.sharing) - 1 == Lane()) {
+    slots.position = position;
+    slots.owner = owner;
+  }
+  const unsigned same_owner = __match_any_sync(kAllLanes, slots.owner);
+  slots.is_first = slots.position >= 0 && __ffs(same_owner) - 1 == Lane();
   return slots;
 }
 
-/// Reads one token's slots out of its rank's tables.
+/// What a row counts: the sum of its slots' weights, in slot order, or 1 if
+/// there are no weights. Meaningful on lanes that stand for a row.
+template <typename W>
+__device__ inline W WeightOf(const Shape& shape, const void* weights,
+                             int64_t token, const Slots& slots) {
+  if (weights == nullptr) return 1;
+  W own = 0;
+  if (Lane() < shape.top_k) {
+    own = static_cast<const W*>(weights)[token * shape.top_k + Lane()];
+  }
+  const bool is_shared = (slots.sharing & (slots.sharing - 1)) != 0;
+  if (!__any_sync(kAllLanes, slots.has_row && is_shared)) return own;
+  W sum = 0;
+  for (int j = 0; j < shape.top_k; ++j) {
+    const W weight = __shfl_sync(kAllLanes, own, j);
+    if ((slots.sharing >> j & 1u) != 0) sum += weight;
+  }
+  return sum;
+}
+
+/// Reads one token's slots out of its rank's tables. Slots are data: those
+/// outside a result count as none.
 __device__ inline Slots ReadSlots(const Shape& shape, const int32_t* expert_ids,
                                   const int32_t* positions, int64_t token) {
   int position = -1;
@@ -55,8 +89,12 @@ __device__ inline Slots ReadSlots(const Shape& shape, const int32_t* expert_ids,
   const int lane = Lane();
   if (lane < shape.top_k) {
     const int64_t slot = token * shape.top_k + lane;
+    const int id = expert_ids[slot];
     position = positions[slot];
-    if (position >= 0) owner = expert_ids[slot] / shape.num_local_experts;
+    if (position >= shape.num_rows || id < 0 || id >= shape.num_experts) {
+      position = -1;
+    }
+    if (position >= 0) owner = id / shape.num_local_experts;
   }
   return MakeSlots(position, owner);
 }

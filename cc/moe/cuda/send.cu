@@ -10,17 +10,22 @@ namespace {
 constexpr int kPaddingBlocks = 32;
 constexpr int kMaxSlotsPerBlock = 256;
 
-/// By expert: the first row at its rank (`start`) and how many of its rows come
-/// from ranks before this one (`before`), from the counts of all ranks.
+/// By expert: how many of its rows come from ranks before this one (`before`),
+/// how many are wanted and kept, and its first row at its rank (`start`). The
+/// same decisions as `RowPlan`, from the counts of all ranks.
 struct Bases {
-  int32_t* start;
   int32_t* before;
-  int32_t* total;
+  int32_t* wanted;
+  int32_t* kept;
+  int32_t* start;
+
+  static constexpr int kNumTables = 4;
 
   __device__ Bases(int32_t* shared, int num_experts)
-      : start(shared),
-        before(shared + num_experts),
-        total(shared + 2 * num_experts) {}
+      : before(shared),
+        wanted(shared + num_experts),
+        kept(shared + 2 * num_experts),
+        start(shared + 3 * num_experts) {}
 
   /// The whole block takes part.
   __device__ void Make(const Shape& shape, const Peers<const int32_t>& counts) {
@@ -32,38 +37,71 @@ struct Bases {
         sum += counts.of[r][e];
       }
       before[e] = mine;
-      total[e] = sum;
+      wanted[e] = sum;
     }
     __syncthreads();
     for (int r = WarpInBlock(); r < shape.num_ranks; r += kWarpsPerBlock) {
-      int carry = 0;
-      for (int base = 0; base < shape.num_local_experts; base += kWarpSize) {
-        const int local = base + Lane();
-        const int e = r * shape.num_local_experts + local;
-        const bool is_expert = local < shape.num_local_experts;
-        const int count = is_expert ? total[e] : 0;
-        int sum = count;
-#pragma unroll
-        for (int offset = 1; offset < kWarpSize; offset *= 2) {
-          const int other = __shfl_up_sync(kAllLanes, sum, offset);
-          if (Lane() >= offset) sum += other;
-        }
-        if (is_expert) {
-          start[e] = shape.expert_capacity > 0 ? local * shape.expert_capacity
-                                               : carry + sum - count;
-        }
-        carry += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
-      }
+      Keep(shape, r * shape.num_local_experts);
     }
     __syncthreads();
   }
 
-  /// Rows of an expert that its rank keeps.
-  __device__ int Kept(const Shape& shape, int e) const {
-    const int64_t room = shape.expert_capacity > 0 ? shape.expert_capacity
-                                                   : shape.num_rows - start[e];
-    return static_cast<int>(min(static_cast<int64_t>(total[e]),
-                                max(room, static_cast<int64_t>(0))));
+ private:
+  /// Sum over a rank's experts of min(wanted, level); one warp.
+  __device__ int64_t SumCutTo(const Shape& shape, int first, int64_t level) {
+    int64_t sum = 0;
+    for (int i = Lane(); i < shape.num_local_experts; i += kWarpSize) {
+      sum += min(static_cast<int64_t>(wanted[first + i]), level);
+    }
+    return WarpSum(sum);
+  }
+
+  /// Decides what one rank keeps, and where; one warp.
+  __device__ void Keep(const Shape& shape, int first) {
+    int64_t level = shape.expert_capacity;
+    int64_t num_over = 0;  // Rows that the level leaves over.
+    if (shape.expert_capacity == 0) {
+      level = shape.num_rows;
+      if (const int64_t total = SumCutTo(shape, first, INT32_MAX);
+          total > shape.num_rows) {
+        // The highest level that fits.
+        int64_t low = 0;
+        for (int64_t high = shape.num_rows; low < high;) {
+          const int64_t middle = (low + high + 1) / 2;
+          if (SumCutTo(shape, first, middle) <= shape.num_rows) {
+            low = middle;
+          } else {
+            high = middle - 1;
+          }
+        }
+        level = low;
+        num_over = shape.num_rows - SumCutTo(shape, first, level);
+      }
+    }
+    int64_t row = 0;
+    for (int base = 0; base < shape.num_local_experts; base += kWarpSize) {
+      const int local = base + Lane();
+      const bool is_expert = local < shape.num_local_experts;
+      const int want = is_expert ? wanted[first + local] : 0;
+      const unsigned fuller = __ballot_sync(kAllLanes, want > level);
+      const int num_before = __popc(fuller & ((1u << Lane()) - 1));
+      int keep = static_cast<int>(min(static_cast<int64_t>(want), level));
+      if (want > level && num_before < num_over) ++keep;
+      num_over -= min(num_over, static_cast<int64_t>(__popc(fuller)));
+      int sum = keep;
+#pragma unroll
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, sum, offset);
+        if (Lane() >= offset) sum += other;
+      }
+      if (is_expert) {
+        kept[first + local] = keep;
+        start[first + local] = shape.expert_capacity > 0
+                                   ? local * shape.expert_capacity
+                                   : static_cast<int32_t>(row + sum - keep);
+      }
+      row += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+    }
   }
 };
 
@@ -72,32 +110,23 @@ __global__ void __launch_bounds__(kThreads)
     Send(const __grid_constant__ Shape shape,
          const __grid_constant__ SendArgs args, int tokens_per_block,
          int num_send_blocks) {
-  extern __shared__ int32_t shared[];  // Bases, then this rank's group sizes.
+  extern __shared__ int32_t shared[];
   __shared__ int32_t ids[kMaxSlotsPerBlock];
   __shared__ int32_t rows[kMaxSlotsPerBlock];
   Bases bases(shared, shape.num_experts);
   bases.Make(shape, args.counts);
   const int first_expert = shape.rank * shape.num_local_experts;
-  uint8_t* const own_rows = args.rows.of[shape.rank];
-
   if (static_cast<int>(blockIdx.x) >= num_send_blocks) {
-    int32_t* group_sizes = shared + 3 * shape.num_experts;
-    for (int e = threadIdx.x; e < shape.num_local_experts; e += blockDim.x) {
-      group_sizes[e] = bases.Kept(shape, first_expert + e);
-    }
-    __syncthreads();
     const int block = static_cast<int>(blockIdx.x) - num_send_blocks;
+    const int32_t* group_sizes = bases.kept + first_expert;
     if (block == 0) {
-      int lost = 0;
       for (int e = threadIdx.x; e < shape.num_local_experts; e += blockDim.x) {
         args.group_sizes[e] = group_sizes[e];
-        lost += bases.total[first_expert + e] - group_sizes[e];
+        args.wanted[e] = bases.wanted[first_expert + e];
       }
-      lost = WarpSum(lost);
-      if (Lane() == 0 && lost > 0) atomicAdd(args.overflow, lost);
     }
     ZeroPadding<Vec>(
-        shape, group_sizes, own_rows,
+        shape, group_sizes, args.rows.of[shape.rank],
         static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
         static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
     return;
@@ -119,9 +148,16 @@ __global__ void __launch_bounds__(kThreads)
     const int id = ids[s];
     int row = -1;
     if (id >= 0 && id < shape.num_experts) {
-      int index = bases.before[id] + offsets[id];  // Among its expert's rows.
-      for (int other = 0; other < s; ++other) index += ids[other] == id;
-      if (index < bases.Kept(shape, id)) row = bases.start[id] + index;
+      // Its token's place among all that chose the expert; choices of earlier
+      // tokens of this block count once each.
+      int index = bases.before[id] + offsets[id];
+      const int token_begin = s - s % shape.top_k;
+      for (int t = 0; t < token_begin; t += shape.top_k) {
+        bool has_chosen = false;
+        for (int j = 0; j < shape.top_k; ++j) has_chosen |= ids[t + j] == id;
+        index += has_chosen;
+      }
+      if (index < bases.kept[id]) row = bases.start[id] + index;
     }
     rows[s] = row;
     args.positions[first_slot + s] = row;
@@ -139,10 +175,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     const Slots slots = MakeSlots(position, owner);
     const bool is_target =
-        position >= 0 &&
-        (!args.is_deduplicated || owner == shape.rank || slots.is_first());
+        slots.position >= 0 &&
+        (!args.is_deduplicated || slots.owner == shape.rank || slots.is_first);
     uint8_t* target =
-        is_target ? args.rows.of[owner] + position * shape.row_bytes : nullptr;
+        is_target ? args.rows.of[slots.owner] + slots.position * shape.row_bytes
+                  : nullptr;
     CopyRow<Vec>(args.tokens + (first_token + t) * shape.row_bytes, target,
                  __ballot_sync(kAllLanes, is_target), shape.row_bytes);
   }
@@ -157,8 +194,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t warp =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
   if (warp >= shape.num_tokens) return;
-  const int source = static_cast<int>(blockIdx.y) +
-                     (static_cast<int>(blockIdx.y) >= shape.rank ? 1 : 0);
+  const int source = PeerOf(shape.rank, blockIdx.y);
   const Slots slots =
       ReadSlots(shape, ids.of[source], positions.of[source], warp);
   const unsigned here = slots.On(shape.rank);
@@ -176,12 +212,7 @@ cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
                        cudaStream_t stream) {
   const int num_send_blocks = NumPlanBlocks(shape);
   const size_t shared_bytes =
-      (3 * shape.num_experts + shape.num_local_experts) * sizeof(int32_t);
-  if (const cudaError_t error =
-          cudaMemsetAsync(args.overflow, 0, sizeof(int32_t), stream);
-      error != cudaSuccess) {
-    return error;
-  }
+      Bases::kNumTables * shape.num_experts * sizeof(int32_t);
   return ForVector(shape.row_bytes, [&](auto vec) {
     Send<decltype(vec)>
         <<<num_send_blocks + kPaddingBlocks, kThreads, shared_bytes, stream>>>(
