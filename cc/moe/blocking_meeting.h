@@ -36,8 +36,12 @@ struct CallKey {
 /// Thread-safe. `Meet` blocks its caller, for `timeout` at most.
 class BlockingMeeting {
  public:
-  /// What a rank tells the others: small values, meaningful to the caller.
-  using Record = std::vector<uint64_t>;
+  /// What a rank tells the others: small values, meaningful to the caller, and
+  /// what must live until the last rank has let go of the records.
+  struct Record {
+    std::vector<uint64_t> values;
+    std::shared_ptr<void> keep;
+  };
   using Records = std::shared_ptr<const std::vector<Record>>;
 
   struct Rank {

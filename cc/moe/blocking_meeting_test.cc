@@ -31,7 +31,7 @@ TEST(BlockingMeetingTest, RanksSwapRecordsInEveryPhase) {
                            {base + static_cast<uint64_t>(rank)});
           for (int r = 0; r < kRanks; ++r) {
             if (!records.ok() ||
-                (**records)[r][0] != base + static_cast<uint64_t>(r)) {
+                (**records)[r].values[0] != base + static_cast<uint64_t>(r)) {
               ++num_wrong[rank];
             }
           }

@@ -1,0 +1,76 @@
+#ifndef TURBOBUS_MOE_CUDA_GPU_EXCHANGE_H_
+#define TURBOBUS_MOE_CUDA_GPU_EXCHANGE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "moe/blocking_meeting.h"
+#include "moe/cuda/kernels.h"
+
+// The exchanges of one rank on one GPU (docs/gpu_exchange.md): kernels on the
+// caller's stream, between meetings with the other ranks' host threads. Each
+// call enqueues and returns; it blocks only while it meets. All memory belongs
+// to the caller and must stay valid until `stream` has passed the call.
+
+namespace turbobus::moe::cuda {
+
+/// Who calls, where, and how the ranks of the call find each other.
+struct Caller {
+  std::string op;
+  int device = 0;
+  int rank = 0;
+  int num_ranks = 1;
+  CallKey key;
+  cudaStream_t stream = nullptr;
+  BlockingMeeting* meeting = nullptr;
+};
+
+struct GpuDispatch {
+  Shape shape;
+  bool is_deduplicated = true;
+  const uint8_t* tokens = nullptr;
+  const int32_t* expert_ids = nullptr;
+  uint8_t* rows = nullptr;
+  int32_t* group_sizes = nullptr;
+  int32_t* wanted = nullptr;
+  int32_t* slots = nullptr;
+  int32_t* counts = nullptr;         // Scratch, s32[num_experts].
+  int32_t* block_offsets = nullptr;  // Scratch, PlanScratchBytes(shape).
+};
+
+struct GpuCombine {
+  Shape shape;
+  DType dtype = DType::kF32;
+  const uint8_t* rows = nullptr;
+  const int32_t* expert_ids = nullptr;
+  const int32_t* slots = nullptr;
+  const void* weights = nullptr;  // Null: the transpose of dispatch.
+  uint8_t* sums = nullptr;
+  uint8_t* partials = nullptr;  // Scratch, [num_ranks, num_tokens, row].
+};
+
+struct GpuCombineGrad {
+  Shape shape;
+  DType dtype = DType::kF32;
+  const uint8_t* sum_grads = nullptr;
+  const uint8_t* rows = nullptr;
+  const int32_t* expert_ids = nullptr;
+  const int32_t* slots = nullptr;
+  const void* weights = nullptr;
+  const int32_t* group_sizes = nullptr;
+  uint8_t* row_grads = nullptr;
+  void* weight_grads = nullptr;
+};
+
+// DEADLINE_EXCEEDED if a rank does not come; INTERNAL with CUDA's own words if
+// an enqueue fails, on all ranks of the call.
+Status RunDispatch(const Caller& caller, const GpuDispatch& call);
+Status RunCombine(const Caller& caller, const GpuCombine& call);
+Status RunCombineGrad(const Caller& caller, const GpuCombineGrad& call);
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_GPU_EXCHANGE_H_
