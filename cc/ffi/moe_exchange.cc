@@ -1,4 +1,3 @@
-#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -6,6 +5,7 @@
 #include <vector>
 
 #include "ffi/moe_call.h"
+#include "ffi/moe_decode.h"
 #include "ffi/moe_targets.h"
 #include "moe/exchange.h"
 #include "moe/rows.h"
@@ -18,15 +18,6 @@ namespace {
 
 using xla::ffi::AnyBuffer;
 using Result = xla::ffi::Result<AnyBuffer>;
-
-/// The attributes that every exchange has.
-struct Attributes {
-  std::string_view op;
-  std::string_view axis;
-  int64_t num_experts = 0;
-  int64_t expert_capacity = 0;
-  int64_t schedule = 0;
-};
 
 template <typename Call>
 class CallMember : public FutureMember {
@@ -42,125 +33,6 @@ StatusOr<std::unique_ptr<moe::Work>> MakeFrom(moe::Members members) {
     calls.push_back(&static_cast<const CallMember<Call>&>(*member).call);
   }
   return kMake(calls);
-}
-
-Status CheckShape(const AnyBuffer& buffer, std::string_view name,
-                  const std::vector<int64_t>& expected) {
-  const auto dims = buffer.dimensions();
-  if (std::vector<int64_t>(dims.begin(), dims.end()) == expected) {
-    return OkStatus();
-  }
-  const auto text = [](auto dims) {
-    std::string list;
-    for (int64_t d : dims)
-      list += (list.empty() ? "" : ", ") + std::to_string(d);
-    return "[" + list + "]";
-  };
-  return InvalidArgument(std::string(name) + ": expected shape " +
-                         text(expected) + ", got " + text(dims));
-}
-
-Status CheckType(const AnyBuffer& buffer, std::string_view name,
-                 xla::ffi::DataType expected) {
-  if (buffer.element_type() == expected) return OkStatus();
-  return InvalidArgument(
-      std::string(name) + ": expected XLA type " +
-      std::to_string(static_cast<int>(expected)) + ", got " +
-      std::to_string(static_cast<int>(buffer.element_type())));
-}
-
-/// Shapes of all operands, from those of a rank's tokens, ids and rows.
-struct Sizes {
-  moe::ExchangeConfig config;
-  std::vector<int64_t> batch;  // Leading axes.
-  int64_t hidden = 0;
-
-  std::vector<int64_t> Shape(std::vector<int64_t> inner) const {
-    std::vector<int64_t> shape = batch;
-    shape.insert(shape.end(), inner.begin(), inner.end());
-    return shape;
-  }
-  std::vector<int64_t> Tokens() const {
-    return Shape({config.shape.num_tokens, hidden});
-  }
-  std::vector<int64_t> Choices() const {
-    return Shape({config.shape.num_tokens, config.shape.top_k});
-  }
-  std::vector<int64_t> Rows() const {
-    return Shape({config.shape.recv_capacity, hidden});
-  }
-  std::vector<int64_t> LocalExperts() const {
-    return Shape({config.shape.num_local_experts()});
-  }
-};
-
-StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
-                       const AnyBuffer& tokens, const AnyBuffer& expert_ids,
-                       const AnyBuffer& rows) {
-  const auto ids = expert_ids.dimensions();
-  const auto row = rows.dimensions();
-  if (ids.size() < 2 || row.size() != ids.size()) {
-    return InvalidArgument("expert_ids, rows: expected ranks >= 2, the same");
-  }
-  if (attributes.num_experts < 1 || attributes.num_experts % num_ranks != 0 ||
-      attributes.num_experts > std::numeric_limits<int32_t>::max() ||
-      attributes.expert_capacity < 0 || attributes.schedule < 0 ||
-      attributes.schedule >= moe::kNumSchedules) {
-    return InvalidArgument("num_experts, expert_capacity or schedule: " +
-                           std::to_string(attributes.num_experts) + ", " +
-                           std::to_string(attributes.expert_capacity) + ", " +
-                           std::to_string(attributes.schedule));
-  }
-  Sizes sizes;
-  sizes.batch.assign(ids.begin(), ids.end() - 2);
-  sizes.hidden = row.back();
-  moe::ExchangeConfig& config = sizes.config;
-  moe::ExchangeShape& shape = config.shape;
-  for (int64_t d : sizes.batch) config.num_batches *= d;
-  shape.num_ranks = num_ranks;
-  shape.num_experts = static_cast<int>(attributes.num_experts);
-  shape.num_tokens = ids[ids.size() - 2];
-  shape.top_k = static_cast<int>(ids.back());
-  shape.recv_capacity = row[row.size() - 2];
-  shape.expert_capacity = attributes.expert_capacity;
-  if (shape.recv_capacity > std::numeric_limits<int32_t>::max()) {
-    return InvalidArgument("rows: more than 2^31 - 1 of them");
-  }
-  if (shape.is_padded() && shape.expert_capacity * shape.num_local_experts() !=
-                               shape.recv_capacity) {
-    return InvalidArgument("rows: not expert_capacity for each local expert");
-  }
-  config.row_bytes =
-      sizes.hidden *
-      static_cast<int64_t>(xla::ffi::ByteWidth(rows.element_type()));
-  config.schedule = static_cast<moe::Schedule>(attributes.schedule);
-  TB_RETURN_IF_ERROR(CheckShape(tokens, "tokens", sizes.Tokens()));
-  TB_RETURN_IF_ERROR(CheckType(tokens, "tokens", rows.element_type()));
-  TB_RETURN_IF_ERROR(CheckShape(expert_ids, "expert_ids", sizes.Choices()));
-  TB_RETURN_IF_ERROR(CheckType(expert_ids, "expert_ids", xla::ffi::S32));
-  TB_RETURN_IF_ERROR(CheckShape(rows, "rows", sizes.Rows()));
-  return sizes;
-}
-
-StatusOr<moe::Element> DecodeElement(const AnyBuffer& rows) {
-  switch (rows.element_type()) {
-    case xla::ffi::F32:
-      return moe::Element::kF32;
-    case xla::ffi::F64:
-      return moe::Element::kF64;
-    case xla::ffi::BF16:
-      return moe::Element::kBF16;
-    case xla::ffi::F16:
-      return moe::Element::kF16;
-    default:
-      return InvalidArgument(
-          "rows: expected float32, float64, bfloat16 or "
-          "float16");
-  }
-}
-
-xla::ffi::DataType WeightType(moe::Element element) {
-  return element == moe::Element::kF64 ? xla::ffi::F64 : xla::ffi::F32;
 }
 
 const int32_t* Ints(const AnyBuffer& buffer) {
