@@ -1,4 +1,4 @@
-"""Makes `_fakes` importable under importlib mode."""
+"""Makes `topo_fakes` importable under importlib mode."""
 
 import sys
 from pathlib import Path

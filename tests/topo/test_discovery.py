@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from _fakes import FakeGpu, FakeNvml, add_device, add_numa
+from topo_fakes import FakeGpu, FakeNvml, add_device, add_numa
 
 from jax_turbobus._discovery import rates
 from jax_turbobus._discovery.sysfs import Sysfs, parse_list

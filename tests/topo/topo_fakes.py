@@ -1,8 +1,11 @@
-"""Stand-ins for pynvml and sysfs, built from a few words about a machine."""
+"""Stand-ins for pynvml, sysfs and topology files."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+
+from jax_turbobus.topology import Topology
 
 NVLINK_VERSION = {2: 2, 3: 5, 4: 6}  # generation -> nvmlDeviceGetNvLinkVersion
 
@@ -168,3 +171,38 @@ def add_device(
     links = root / "bus/pci/devices"
     links.mkdir(parents=True, exist_ok=True)
     (links / chain[-1]).symlink_to(folder, target_is_directory=True)
+
+
+def valid():
+    """A file that uses every field, as Python data."""
+    rate = {"a_to_b_bytes_per_s": 1e10, "b_to_a_bytes_per_s": 1.1e10}
+    return {
+        "format": "jax_turbobus/topology",
+        "version": 1,
+        "name": "m",
+        "description": "two sockets",
+        "numa_nodes": [{"id": "numa0", "memory_bytes_per_s": 1e11}, {"id": "numa1"}],
+        "switches": [{"id": "sw", "type": "pcie"}],
+        "gpus": [
+            {"id": "gpu0", "name": "G", "uuid": "GPU-a", "pci_address": "0000:01:00.0"},
+            {"id": "gpu1", "numa_node": "numa1"},
+        ],
+        "links": [
+            {"id": "up", "type": "pcie", "a": "numa0", "b": "sw", **rate},
+            {"id": "p0", "type": "pcie", "a": "sw", "b": "gpu0", **rate}
+            | {"generation": 3, "max_generation": 4, "width": 8, "max_width": 16}
+            | {"duplex_bytes_per_s": 2e10, "latency_ns": 5, "rate_source": "measured"},
+            {"id": "p1", "type": "pcie", "a": "numa1", "b": "gpu1", **rate},
+            {"id": "nv", "type": "nvlink", "a": "gpu0", "b": "gpu1", **rate},
+            {"id": "upi", "type": "upi", "a": "numa0", "b": "numa1", **rate},
+        ],
+        "link_groups": [
+            {"id": "g", "gpus": ["gpu0", "gpu1"]}
+            | {"h2d_bytes_per_s": 1e10, "d2h_bytes_per_s": 1e10}
+        ],
+        "peer_access": [["gpu0", "gpu1"]],
+    }
+
+
+def load(data):
+    return Topology.from_json(json.dumps(data), "m.json")
