@@ -1,0 +1,1 @@
+"""The main job: a small mixture of experts, trained on real text."""

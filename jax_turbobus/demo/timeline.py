@@ -1,0 +1,110 @@
+"""When each link was busy, and with whose bytes: a recorded trace, link by link.
+
+A trace has a track for each hop of a lane, so that overlapping blocks can be told
+apart. People ask about links. Here a lane's hops are laid over the links they cross.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jax_turbobus._observe import LaneStats
+from jax_turbobus.topology import Topology
+
+__all__ = ["Span", "link_names", "newest", "spans"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A block on one direction of a link.
+
+    Attributes:
+      link: such as ``pcie0 numa0>gpu0``, as `stats` names it.
+      gpu: whose bytes.
+      is_relayed: whether they are on their way through another GPU.
+      start_ms: since the trace began.
+      duration_ms: until the block was across.
+    """
+
+    link: str
+    gpu: int
+    is_relayed: bool
+    start_ms: float
+    duration_ms: float
+
+
+def _walk(topology: Topology, links: Sequence[int], start: str) -> Iterator[str]:
+    """Yields the name of each link in the direction it is crossed from `start`."""
+    node = start
+    for index in links:
+        link = topology.links[index]
+        node, before = (link.b, node) if link.a == node else (link.a, node)
+        yield f"{link.id} {before}>{node}"
+
+
+def _hops(topology: Topology, lane: LaneStats) -> list[list[str]]:
+    """Returns the links of each hop of a lane: one if direct, two over a relay."""
+    ways = topology.paths(lane.gpu, lane.direction, lane.numa_node)
+    path = next(way for way in ways if way.relay == lane.relay)
+    memory = topology.numa_nodes[lane.numa_node].id
+    start = memory if lane.direction == "h2d" else topology.gpus[lane.gpu].id
+    names = list(_walk(topology, path.links, start))
+    if lane.relay is None:
+        return [names]
+    # The relay's own way to host memory is one hop, the fabric between is the other.
+    own = len(topology.paths(lane.relay, lane.direction, lane.numa_node)[0].links)
+    cut = own if lane.direction == "h2d" else len(names) - own
+    return [names[:cut], names[cut:]]
+
+
+def link_names(topology: Topology) -> list[str]:
+    """Returns every link in each direction, in the topology's order."""
+    return [
+        f"{link.id} {a}>{b}"
+        for link in topology.links
+        for a, b in ((link.a, link.b), (link.b, link.a))
+    ]
+
+
+def spans(trace: Path, topology: Topology, lanes: Sequence[LaneStats]) -> list[Span]:
+    """Returns what a trace recorded, by link.
+
+    Args:
+      trace: a file that `jax_turbobus.trace` wrote.
+      topology: what the engine ran on.
+      lanes: the engine's lanes, from `jax_turbobus.stats`.
+    """
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    lane_of = {lane.name: lane for lane in lanes}
+    hops = {lane.name: _hops(topology, lane) for lane in lanes}
+    result = []
+    for event in events:
+        if event["ph"] != "X" or event["cat"] != "block":
+            continue
+        name, _, hop = tracks[event["pid"], event["tid"]].partition(", ")
+        result += [
+            Span(
+                link=link,
+                gpu=lane_of[name].gpu,
+                is_relayed=lane_of[name].relay is not None,
+                start_ms=event["ts"] / 1e3,
+                duration_ms=event["dur"] / 1e3,
+            )
+            for link in hops[name][1 if hop == "second hop" else 0]
+        ]
+    return result
+
+
+def newest(found: Sequence[Span], duration_ms: float = math.inf) -> list[Span]:
+    """Returns the spans of the last `duration_ms`, times counted from the first."""
+    end = max((span.start_ms + span.duration_ms for span in found), default=0.0)
+    late = [span for span in found if span.start_ms >= end - duration_ms]
+    start = min((span.start_ms for span in late), default=0.0)
+    return [dataclasses.replace(span, start_ms=span.start_ms - start) for span in late]
