@@ -66,6 +66,7 @@ def _bind(primitive: Any, routing: Routing, *operands: jax.Array) -> Any:
         keys,
         rank,
         *data,
+        axes=routing.group.axes,
         num_rows=routing.num_rows,
         num_local_experts=routing.num_local_experts,
         **routing.attributes,

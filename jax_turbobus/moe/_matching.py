@@ -112,8 +112,7 @@ def meet(
       and the operands, all of which now vary over the same mesh axes.
     """
     operands = vary_alike(group, operands)
-    key = _primitives.new_key(*operands)
-    keys = lax.all_gather(key, group.axis_name)
+    keys = _primitives.gather_keys(group.axes, operands)
     rank = jnp.asarray(lax.axis_index(group.axis_name), jnp.int32)
     return keys, _vary(rank, _varying(keys)), operands
 

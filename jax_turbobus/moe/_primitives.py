@@ -7,16 +7,26 @@ stay as they are while the others get a leading axis.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
-from jax_turbobus import _ffi
+from jax_turbobus import _compat, _ffi
+from jax_turbobus.moe import _devices
 
-__all__ = ["KEY_SIZE", "NUM_MEETING_OPERANDS", "exchange_primitive", "new_key"]
+__all__ = [
+    "KEY_SIZE",
+    "NUM_MEETING_OPERANDS",
+    "exchange_primitive",
+    "gather_keys",
+    "new_key",
+]
 
 # s32 words of a key: `kKeySize` in cc/ffi/moe_call.h.
 KEY_SIZE = 4
@@ -43,7 +53,9 @@ def exchange_primitive(
       name: of the target, and of the primitive in a jaxpr.
       out_avals: called with the data's avals and the parameters; returns the shapes
         and dtypes of the results.
-      not_attributes: parameters that the FFI target does not take.
+      not_attributes: parameters that the FFI target does not take. One parameter
+        is ``axes``, the mesh axes of the ranks: on GPUs the target takes where they
+        are instead (`_devices.ranks_of`).
     """
     primitive = Primitive(f"turbobus_moe_{name}")
     primitive.multiple_results = True
@@ -74,14 +86,21 @@ def exchange_primitive(
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         _ffi.register()
-        attributes = {k: v for k, v in params.items() if k not in not_attributes}
+        unused = {"axes", *not_attributes}
+        attributes = {k: v for k, v in params.items() if k not in unused}
         rule = jax.ffi.ffi_lowering(f"turbobus_moe_{name}")
         return rule(ctx, *operands, **attributes)
+
+    def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return lower(
+            ctx, *operands, **params, **_devices.ranks_of(ctx, params["axes"], name)
+        )
 
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, lower, platform="cpu")
+    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
     return primitive
 
 
@@ -122,3 +141,55 @@ def new_key(*deps: jax.Array) -> jax.Array:
     with the whole exchange, while XLA may make the key before they are computed.
     """
     return _new_key_p.bind(*deps)  # type: ignore[no-any-return]
+
+
+_gather_keys_p = Primitive("turbobus_moe_gather_keys")
+_gather_keys_p.def_impl(functools.partial(xla.apply_primitive, _gather_keys_p))
+
+
+def _gather_keys_abstract_eval(
+    *deps: Any, axes: tuple[Any, ...], sizes: tuple[int, ...]
+) -> Any:
+    del axes
+    shape = (math.prod(sizes), KEY_SIZE)
+    return deps[0].update(shape=shape, dtype=jnp.dtype("int32"))
+
+
+def _gather_keys_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    del dims
+    return _gather_keys_p.bind(*args, **params), _NOT_MAPPED
+
+
+def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
+    _ffi.register()
+    gather = mlir.lower_fun(
+        lambda *deps: lax.all_gather(new_key(*deps), axes), multiple_results=False
+    )
+    with _compat.bound_axes(axes, sizes):
+        return gather(ctx, *deps)
+
+
+def _gather_keys_gpu(ctx: Any, *deps: Any, **params: Any) -> Any:
+    # GPUs know a call by its run and its place in it: no key travels.
+    del deps, params
+    (aval,) = ctx.avals_out
+    zeros = mlir.lower_fun(
+        lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False
+    )
+    return zeros(ctx.replace(avals_in=[]))
+
+
+_gather_keys_p.def_abstract_eval(_gather_keys_abstract_eval)
+batching.primitive_batchers[_gather_keys_p] = _gather_keys_batch
+mlir.register_lowering(_gather_keys_p, _gather_keys_cpu, platform="cpu")
+mlir.register_lowering(_gather_keys_p, _gather_keys_gpu, platform="cuda")
+
+
+def gather_keys(axes: tuple[Any, ...], deps: Sequence[jax.Array]) -> jax.Array:
+    """Returns ``int32[num_ranks, 4]``: a new key of each rank along `axes`.
+
+    Through XLA's own all-gather on CPU devices. Zeros on GPUs, whose exchanges find
+    each other without.
+    """
+    sizes = tuple(int(lax.axis_size(axis)) for axis in axes)
+    return _gather_keys_p.bind(*deps, axes=axes, sizes=sizes)  # type: ignore[no-any-return]
