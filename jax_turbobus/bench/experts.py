@@ -1,0 +1,461 @@
+"""Expert exchange against what JAX users write today, in alternating pairs.
+
+What is timed: dispatch, a scaling of the rows as stand-in expert, and combine, as one
+jitted program over all devices; forward alone, and forward with the gradients of
+``sum(y ** 2) / 2`` in tokens, weights and scales. Ids are given (no router). Every
+exact scheme, ours and theirs, has the same receive capacity and is checked against a
+dense reference first. Each peer is timed in turn with ours (`_report.alternate`), and a
+ratio is of two medians of the same pair.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_turbobus import moe
+from jax_turbobus.bench import peers, routing
+from jax_turbobus.bench._report import Row, alternate
+from jax_turbobus.moe._traffic import ExchangeShape
+
+__all__ = ["Layer", "add_arguments", "ours", "run"]
+
+# On CPU devices the comparison is that of four ranks.
+_NUM_CPU_DEVICES = 4
+_REEXECUTED = "JAX_TURBOBUS_BENCH_REEXECUTED"
+
+_OURS = "ours"
+_EVERYONE = {**peers.EXACT, **peers.DROPPING}
+
+# Bounds on ours / best exact peer: of one forward, of forward and backward.
+_CPU_BOUNDS = {"1.25x": ("<= 0.3", "<= 0.55"), "dropless": ("<= 0.45", "<= 0.65")}
+# (tokens a rank, hidden, experts, top-k) -> bounds with peer access, without.
+_GPU_BOUNDS = {
+    (4096, 4096, 64, 2): (1 / 2.2, 1 / 2.3),
+    (16384, 2048, 128, 8): (1 / 1.7, 1 / 1.8),
+    (128, 4096, 64, 2): (1 / 1.5, 1 / 1.3),
+}
+_GPU_BACKWARD_BOUND = 1 / 1.8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes and what to compare with."""
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="in all, or on a rank with --per-rank"
+    )
+    parser.add_argument("--per-rank", action="store_true", help="--tokens is a rank's")
+    parser.add_argument("--hidden", type=int, default=1024, help="elements of a row")
+    parser.add_argument("--experts", type=int, default=32, help="experts in all")
+    parser.add_argument("--topk", type=int, default=2, help="experts of a token")
+    parser.add_argument("--dtype", default="float32", help="of a row")
+    parser.add_argument(
+        "--route",
+        default="uniform",
+        help="uniform, zipf:EXPONENT, one-hot (one rank gets all) or empty-rank",
+    )
+    parser.add_argument(
+        "--slack",
+        default="1.25,dropless",
+        help="receive capacities: multiples of the balanced share, or 'dropless'",
+    )
+    parser.add_argument("--schedule", default="auto", help="ours, as for moe.dispatch")
+    parser.add_argument(
+        "--only", default="", help=f"some of the peers: {','.join(_EVERYONE)}"
+    )
+    parser.add_argument("--forward-only", action="store_true", help="no gradients")
+    parser.add_argument("--rounds", type=int, default=9, help="measurements of each")
+    parser.add_argument("--seed", type=int, default=0, help="of routing and values")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One comparison's programs and data.
+
+    Attributes:
+      case: what all schemes share.
+      mesh: all devices, along `case.axis_name`.
+      arguments: tokens, expert ids, weights and scales of all ranks, sharded.
+      programs: what has been compiled already.
+    """
+
+    case: peers.Case
+    mesh: Mesh
+    arguments: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls, case: peers.Case, mesh: Mesh, expert_ids: np.ndarray[Any, Any], seed: int
+    ) -> "Layer":
+        """Returns a layer with random values under the given routing."""
+        shape = case.shape
+        rng = np.random.default_rng(seed)
+        num_tokens, top_k = expert_ids.shape
+        tokens = rng.standard_normal((num_tokens, shape.hidden), np.float32)
+        weights = rng.random((num_tokens, top_k), np.float32)
+        scale = rng.standard_normal((shape.num_experts, shape.hidden), np.float32)
+        values = (
+            tokens.astype(shape.dtype),
+            expert_ids,
+            weights / weights.sum(axis=1, keepdims=True),
+            1 + 0.1 * scale,
+        )
+        sharding = NamedSharding(mesh, P(case.axis_name))
+        return cls(case, mesh, jax.device_put(values, (sharding,) * 4))
+
+    def forward(self, scheme: peers.Peer) -> Callable[[], jax.Array]:
+        """Returns a compiled call of one scheme."""
+        return self._program("forward", scheme, self.mapped(scheme))
+
+    def forward_backward(self, scheme: peers.Peer) -> Callable[[], Any]:
+        """Returns a compiled call of one scheme and its gradients."""
+        mapped = self.mapped(scheme)
+
+        def loss(tokens: Any, weights: Any, scale: Any, ids: Any) -> jax.Array:
+            y = mapped(tokens, ids, weights, scale).astype(jnp.float32)
+            return jnp.sum(y * y) / 2
+
+        def grads(tokens: Any, ids: Any, weights: Any, scale: Any) -> Any:
+            return jax.grad(loss, (0, 1, 2))(tokens, weights, scale, ids)
+
+        return self._program("forward + backward", scheme, grads)
+
+    def _program(
+        self, kind: str, scheme: peers.Peer, function: Any
+    ) -> Callable[[], Any]:
+        key = kind, scheme
+        if key not in self.programs:
+            lowered = jax.jit(function).lower(*self.arguments)
+            self.programs[key] = lowered.compile()
+        compiled = self.programs[key]
+        return lambda: jax.block_until_ready(compiled(*self.arguments))
+
+    def mapped(self, scheme: peers.Peer) -> Callable[..., jax.Array]:
+        """Returns a scheme as a function of the arrays of all ranks."""
+        spec = P(self.case.axis_name)
+
+        def per_rank(*arguments: jax.Array) -> jax.Array:
+            return scheme(self.case, *arguments)
+
+        return jax.shard_map(
+            per_rank, mesh=self.mesh, in_specs=(spec,) * 4, out_specs=spec
+        )
+
+    def reference(
+        self,
+    ) -> tuple[np.ndarray[Any, Any], tuple[np.ndarray[Any, Any], ...]]:
+        """Returns the dense result and its gradients, on one device."""
+        home = self.mesh.devices.flat[0]
+        tokens, ids, weights, scale = jax.device_put(self.arguments, home)
+
+        def loss(tokens: Any, weights: Any, scale: Any) -> jax.Array:
+            y = peers.dense(tokens, ids, weights, scale).astype(jnp.float32)
+            return jnp.sum(y * y) / 2
+
+        result = jax.jit(peers.dense)(tokens, ids, weights, scale)
+        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(tokens, weights, scale)
+        return np.asarray(result), tuple(map(np.asarray, grads))
+
+
+def ours(schedule: str = "auto") -> peers.Peer:
+    """Returns our scheme in the shape of a peer."""
+
+    def scheme(
+        case: peers.Case,
+        tokens: jax.Array,
+        expert_ids: jax.Array,
+        weights: jax.Array,
+        scale: jax.Array,
+    ) -> jax.Array:
+        rows, group_sizes, state = moe.dispatch(
+            tokens,
+            expert_ids,
+            weights,
+            num_experts=case.shape.num_experts,
+            axis_name=case.axis_name,
+            recv_capacity=case.recv_capacity,
+            schedule=schedule,
+        )
+        place = jnp.arange(case.recv_capacity)
+        expert = jnp.searchsorted(jnp.cumsum(group_sizes), place, side="right")
+        return moe.combine(peers.scale_rows(rows, expert, scale), state)
+
+    return scheme
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Checks and times all schemes.
+
+    Returns:
+      Rows of times against each peer, of the bounds against the best exact one, and
+      of bytes.
+
+    Raises:
+      ValueError: sizes or names that do not fit; the message names the option.
+    """
+    devices = _devices()
+    num_ranks = len(devices)
+    if not args.per_rank and args.tokens % num_ranks:
+        raise ValueError(
+            f"--tokens: expected a multiple of the {num_ranks} devices, got"
+            f" {args.tokens}; or give a rank's tokens with --per-rank"
+        )
+    shape = ExchangeShape(
+        tokens_per_rank=args.tokens if args.per_rank else args.tokens // num_ranks,
+        hidden=args.hidden,
+        num_experts=args.experts,
+        top_k=args.topk,
+        num_ranks=num_ranks,
+        dtype=args.dtype,
+    )
+    expert_ids = routing.expert_ids(args.route, shape, seed=args.seed)
+    rows: list[Row] = []
+    for slack in args.slack.split(","):
+        capacity = _capacity(slack, shape)
+        case = peers.Case(shape=shape, recv_capacity=capacity)
+        mesh = Mesh(np.array(devices), (case.axis_name,))
+        layer = Layer.make(case, mesh, expert_ids, args.seed)
+        name = _name(case, slack, args.route)
+        schemes = _runnable(layer, _chosen(args.only))
+        mine = ours(args.schedule)
+        rows += _check(layer, name, {_OURS: mine} | schemes)
+        rows += _race(layer, name, slack, mine, schemes, args)
+    rows += _bytes(shape, expert_ids, args)
+    return rows
+
+
+def _devices() -> list[jax.Device]:
+    """Returns the devices to compare on; on CPU, four of them.
+
+    A process that has fewer CPU devices starts itself again with four.
+    """
+    devices = jax.devices()
+    if jax.default_backend() != "cpu":
+        return devices
+    if len(devices) < _NUM_CPU_DEVICES:
+        _start_again()
+    return devices[:_NUM_CPU_DEVICES]
+
+
+def _start_again() -> NoReturn:
+    if os.environ.get(_REEXECUTED):
+        raise RuntimeError(
+            f"bench experts: expected {_NUM_CPU_DEVICES} CPU devices, got"
+            f" {jax.device_count()}; XLA_FLAGS={os.environ.get('XLA_FLAGS')!r}"
+        )
+    count = f"--xla_force_host_platform_device_count={_NUM_CPU_DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
+    environment = os.environ | {"XLA_FLAGS": flags, _REEXECUTED: "1"}
+    command = [sys.executable, "-m", "jax_turbobus", *sys.argv[1:]]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, environment)
+
+
+def _capacity(slack: str, shape: ExchangeShape) -> int:
+    sizes = {
+        "tokens_per_rank": shape.tokens_per_rank,
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "num_ranks": shape.num_ranks,
+    }
+    if slack == "dropless":
+        return moe.required_recv_capacity(**sizes)
+    try:
+        return moe.required_recv_capacity(**sizes, slack=float(slack))
+    except ValueError as error:
+        raise ValueError(
+            f"--slack: expected positive numbers or 'dropless', got {slack!r}"
+        ) from error
+
+
+def _label(slack: str) -> str:
+    return slack if slack == "dropless" else f"{float(slack):g}x"
+
+
+def _name(case: peers.Case, slack: str, route: str) -> str:
+    s = case.shape
+    routed = "" if route == "uniform" else f", {route}"
+    return (
+        f"{s.num_ranks} x {s.tokens_per_rank} tokens, hidden {s.hidden} {s.dtype},"
+        f" {s.num_experts} experts, top-{s.top_k}{routed}, capacity {_label(slack)}"
+    )
+
+
+def _chosen(only: str) -> dict[str, peers.Peer]:
+    names = only.split(",") if only else list(_EVERYONE)
+    for name in names:
+        if name not in _EVERYONE:
+            raise ValueError(
+                f"--only: expected some of {', '.join(_EVERYONE)}, got {name!r}"
+            )
+    return {name: _EVERYONE[name] for name in names}
+
+
+def _runnable(layer: Layer, schemes: dict[str, peers.Peer]) -> dict[str, peers.Peer]:
+    """Returns the schemes without those that XLA lacks on this platform.
+
+    Raises:
+      JaxRuntimeError: a scheme fails for another reason.
+    """
+    runnable = {}
+    for name, scheme in schemes.items():
+        try:
+            layer.forward(scheme)
+        except jax.errors.JaxRuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            _progress(f"{name}: not implemented on {jax.default_backend()}")
+        else:
+            runnable[name] = scheme
+    return runnable
+
+
+def _check(layer: Layer, name: str, schemes: Mapping[str, peers.Peer]) -> list[Row]:
+    """Returns a row a scheme: how far it is from the dense reference."""
+    want, want_grads = layer.reference()
+    wide = layer.case.shape.dtype.itemsize >= _FLOAT32_BYTES
+    bound = 1e-5 if wide else 3e-2
+    rows = []
+    for scheme_name, scheme in schemes.items():
+        is_exact = scheme_name not in peers.DROPPING
+        error = _distance(np.asarray(layer.forward(scheme)()), want)
+        if is_exact:
+            grads = layer.forward_backward(scheme)()
+            pairs = zip(map(np.asarray, grads), want_grads, strict=True)
+            error = max(error, *(_distance(a, b) for a, b in pairs))
+        rows.append(
+            Row.make(
+                name,
+                f"{scheme_name}: largest error over largest value",
+                error,
+                required=f"<= {bound:g}" if is_exact else None,
+            )
+        )
+    return rows
+
+
+_FLOAT32_BYTES = 4
+
+
+def _distance(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> float:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def _race(
+    layer: Layer,
+    name: str,
+    slack: str,
+    mine: peers.Peer,
+    schemes: Mapping[str, peers.Peer],
+    args: argparse.Namespace,
+) -> list[Row]:
+    rows: list[Row] = []
+    programs = {"forward": Layer.forward}
+    if not args.forward_only:
+        programs["forward + backward"] = Layer.forward_backward
+    for metric, program in programs.items():
+        pairs: dict[str, tuple[float, float]] = {}
+        for peer_name, scheme in schemes.items():
+            _progress(f"{name}: {metric}: {peer_name}")
+            timing = alternate(
+                {_OURS: program(layer, mine), peer_name: program(layer, scheme)},
+                rounds=args.rounds,
+            )
+            pairs[peer_name] = (timing[_OURS].median, timing[peer_name].median)
+        for peer_name, (own, other) in pairs.items():
+            must_beat = slack != "dropless" and peer_name == "capacity_scatter"
+            is_cpu = jax.default_backend() == "cpu" and args.route == "uniform"
+            rows.append(
+                Row.make(
+                    name,
+                    f"{metric}, ms",
+                    own * 1e3,
+                    peer=other * 1e3,
+                    peer_name=peer_name,
+                    required="< 1" if must_beat and is_cpu else None,
+                )
+            )
+        exact = {n: pair for n, pair in pairs.items() if n in peers.EXACT}
+        if exact:
+            best = min(exact, key=lambda n: exact[n][1])
+            own, other = exact[best]
+            rows.append(
+                Row.make(
+                    name,
+                    f"{metric}, ms, best exact peer",
+                    own * 1e3,
+                    peer=other * 1e3,
+                    peer_name=best,
+                    required=_bound(layer.case, slack, metric, args),
+                )
+            )
+    return rows
+
+
+def _bound(
+    case: peers.Case, slack: str, metric: str, args: argparse.Namespace
+) -> str | None:
+    """Returns what is required of the ratio to the best exact peer, if anything is.
+
+    The bounds are those of the machines and sizes that they were set for.
+    """
+    if args.route != "uniform" or args.only:
+        return None
+    shape = case.shape
+    is_backward = metric != "forward"
+    label = _label(slack)
+    if jax.default_backend() == "cpu":
+        default = (1024, 1024, 32, 2, 4)
+        sizes = dataclasses.astuple(shape)[:5]
+        is_default = sizes == default and shape.dtype == np.float32
+        bounds = _CPU_BOUNDS.get(label) if is_default else None
+        return bounds[is_backward] if bounds else None
+    by_access = _GPU_BOUNDS.get(dataclasses.astuple(shape)[:4])
+    if by_access is None or label != "1.25x":
+        return None
+    if is_backward:
+        return f"<= {_GPU_BACKWARD_BOUND:.4g}"
+    without_peer_access = os.environ.get("JAX_TURBOBUS_PEER_ACCESS") == "0"
+    return f"<= {by_access[without_peer_access]:.4g}"
+
+
+def _bytes(
+    shape: ExchangeShape, expert_ids: np.ndarray[Any, Any], args: argparse.Namespace
+) -> list[Row]:
+    """Returns what crosses between ranks, dispatch and combine together."""
+    counted = moe.volume(
+        tokens_per_rank=shape.tokens_per_rank,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        num_ranks=shape.num_ranks,
+        dtype=shape.dtype,
+        expert_ids=expert_ids,
+    )
+    schedule = "packed" if args.schedule == "auto" else args.schedule
+    own = counted[schedule].total_bytes / 2**20
+    return [
+        Row.make(
+            f"{shape.num_ranks} x {shape.tokens_per_rank} tokens, {args.route}",
+            "moved between ranks, MiB",
+            own,
+            peer=counted[name].total_bytes / 2**20,
+            peer_name=name,
+        )
+        for name in _EVERYONE
+    ]
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

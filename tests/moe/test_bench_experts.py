@@ -1,0 +1,177 @@
+"""The peers against a dense reference, and `bench experts` end to end."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jax_turbobus import moe
+from jax_turbobus.__main__ import main
+from jax_turbobus.bench import experts, peers, routing
+from jax_turbobus.moe._traffic import PEERS, ExchangeShape
+
+RANKS = 4
+
+
+def layer(route="uniform", dtype="float32", capacity=None, factor=1.25, **sizes):
+    sizes = {
+        "tokens_per_rank": 24,
+        "hidden": 64,
+        "num_experts": 8,
+        "top_k": 2,
+        "num_ranks": RANKS,
+    } | sizes
+    shape = ExchangeShape(**sizes, dtype=dtype)
+    if capacity is None:
+        del sizes["hidden"]
+        capacity = moe.required_recv_capacity(**sizes)
+    case = peers.Case(shape=shape, recv_capacity=capacity, capacity_factor=factor)
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), (case.axis_name,))
+    ids = routing.expert_ids(route, shape, seed=3)
+    return experts.Layer.make(case, mesh, ids, seed=4)
+
+
+EVERYONE = {
+    "ours": experts.ours(),
+    # XLA does not implement its own on CPU devices: our drop-in, under the same code.
+    **peers.EXACT | {"ragged_all_to_all": peers.ragged(moe.ragged_all_to_all)},
+    **peers.DROPPING,
+}
+ROUTES = ("uniform", "zipf:1.4", "empty-rank")
+
+
+@pytest.fixture(scope="module")
+def references():
+    """By route: a layer whose ranks can receive just what the fullest of all needs."""
+    shape = layer().case.shape
+    sizes = {
+        "tokens_per_rank": shape.tokens_per_rank,
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "num_ranks": shape.num_ranks,
+    }
+    need = max(
+        moe.required_recv_capacity(
+            **sizes, expert_ids=routing.expert_ids(route, shape, seed=3)
+        )
+        for route in ROUTES
+    )
+    assert need < moe.required_recv_capacity(**sizes)
+    layers = [layer(route, capacity=need, factor=8.0) for route in ROUTES]
+    return [(this, this.reference()) for this in layers]
+
+
+@pytest.mark.parametrize("name", EVERYONE)
+def test_every_scheme_equals_the_dense_reference(name, references):
+    mapped = references[0][0].mapped(EVERYONE[name])
+
+    def loss(tokens, ids, weights, scale):
+        y = mapped(tokens, ids, weights, scale)
+        return (y**2).sum() / 2, y
+
+    program = jax.jit(jax.grad(loss, (0, 2, 3), has_aux=True))
+    for this, (want, want_grads) in references:
+        grads, got = program(*this.arguments)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        for got, expected in zip(grads, want_grads, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", peers.DROPPING)
+def test_dropping_peers_drop_what_exceeds_their_capacity(name):
+    this = layer("zipf:1.4", factor=1.0)
+    want, _ = this.reference()
+    got = np.asarray(this.forward(EVERYONE[name])())
+    wrong = ~np.isclose(got, want, rtol=1e-4).all(axis=1)
+    assert 0 < wrong.sum() < len(wrong)
+
+
+@pytest.mark.parametrize("name", ["ours", "allgather_filter", "one_copy_padded"])
+def test_half_precision(name):
+    this = layer(dtype="bfloat16")
+    want, _ = this.reference()
+    got = this.forward(EVERYONE[name])()
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), want.astype(np.float32), rtol=0.05, atol=0.05
+    )
+
+
+def test_peers_have_the_names_that_volume_counts():
+    assert {*peers.EXACT, *peers.DROPPING} == set(PEERS)
+
+
+@pytest.mark.parametrize("route", ["uniform", "zipf:0.6", "one-hot", "empty-rank"])
+def test_routing_is_distinct_and_as_skewed_as_it_says(route):
+    shape = ExchangeShape(512, 1, 32, 4, 4)
+    ids = routing.expert_ids(route, shape, seed=1)
+    assert ids.shape == (2048, 4)
+    assert all(len(set(token)) == 4 for token in ids.tolist())
+    np.testing.assert_array_equal(ids, routing.expert_ids(route, shape, seed=1))
+    by_rank = np.bincount(ids.reshape(-1) // 8, minlength=4)
+    if route == "one-hot":
+        assert by_rank.tolist() == [8192, 0, 0, 0]
+    elif route == "empty-rank":
+        assert by_rank[3] == 0
+        assert by_rank[:3].min() > 2600
+    elif route == "uniform":
+        assert np.ptp(by_rank) < 200
+    first = np.bincount(ids[:, 0], minlength=32) / 2048
+    np.testing.assert_allclose(first, routing.popularity(route, shape, 1), atol=0.04)
+
+
+def test_more_choices_than_possible_experts_are_masked():
+    ids = routing.expert_ids("one-hot", ExchangeShape(8, 1, 8, 4, 4))
+    assert (np.sort(ids, axis=1)[:, :2] == -1).all()
+    assert (np.sort(ids, axis=1)[:, 2:] == [0, 1]).all()
+
+
+def test_bad_routes_are_refused():
+    with pytest.raises(ValueError, match="route: expected uniform, zipf:EXPONENT"):
+        routing.expert_ids("fair", ExchangeShape(8, 1, 8, 2, 4))
+    with pytest.raises(ValueError, match=r"expected zipf:EXPONENT such as zipf:1\.0"):
+        routing.expert_ids("zipf:steep", ExchangeShape(8, 1, 8, 2, 4))
+
+
+SMALL = ["--tokens", "256", "--hidden", "128", "--experts", "8", "--rounds", "1"]
+SMALL += ["--slack", "1.5"]
+
+
+def test_the_bench_runs_and_records(tmp_path, capsys):
+    file = tmp_path / "experts.json"
+    only = "allgather_filter,ragged_all_to_all,capacity_scatter"
+    command = ["bench", "experts", *SMALL, "--only", only, "--json", str(file)]
+    assert main([*command, "--no-check"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    text = capsys.readouterr().out
+    assert "best exact peer" in text
+    errors = [r for r in rows if "largest error" in r["metric"] and r["required"]]
+    assert len(errors) == 2, "ours and one exact peer"
+    assert all(r["ok"] for r in errors)
+    timed = {r["peer_name"] for r in rows if r["metric"].endswith(", ms")}
+    assert timed == {"allgather_filter", "capacity_scatter"}, "no native ragged on CPU"
+    moved = {r["peer_name"]: r["ratio"] for r in rows if "MiB" in r["metric"]}
+    assert moved["allgather_filter"] < 1
+
+
+def test_bad_options_are_named():
+    for option, value, message in (
+        ("--tokens", "255", "--tokens: expected a multiple of the 4 devices"),
+        ("--slack", "wide", "--slack: expected positive numbers or 'dropless'"),
+        ("--only", "nobody", "--only: expected some of allgather_filter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main(["bench", "experts", *SMALL, option, value])
+
+
+def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
+    parser_args = type("Args", (), {"route": "uniform", "only": ""})()
+    shape = ExchangeShape(1024, 1024, 32, 2, 4, "float32")
+    case = peers.Case(shape=shape, recv_capacity=2560)
+    assert experts._bound(case, "1.25", "forward", parser_args) == "<= 0.3"
+    assert experts._bound(case, "dropless", "both", parser_args) == "<= 0.65"
+    other = peers.Case(shape=ExchangeShape(64, 64, 8, 2, 4), recv_capacity=160)
+    assert experts._bound(other, "1.25", "forward", parser_args) is None
