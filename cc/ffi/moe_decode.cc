@@ -13,11 +13,14 @@ Status CheckShape(const AnyBuffer& buffer, std::string_view name,
   if (std::vector<int64_t>(dims.begin(), dims.end()) == expected) {
     return OkStatus();
   }
-  const auto text = [](auto dims) {
-    std::string list;
-    for (int64_t d : dims)
-      list += (list.empty() ? "" : ", ") + std::to_string(d);
-    return "[" + list + "]";
+  const auto text = [](const auto& dims) {
+    std::string list = "[";
+    for (int64_t d : dims) {
+      if (list.size() > 1) list += ", ";
+      list += std::to_string(d);
+    }
+    list += "]";
+    return list;
   };
   return InvalidArgument(std::string(name) + ": expected shape " +
                          text(expected) + ", got " + text(dims));
