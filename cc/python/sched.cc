@@ -33,12 +33,20 @@ std::string Repr(const Block& block) {
          " bytes at " + std::to_string(block.offset_bytes) + ">";
 }
 
-void CheckLane(const Scheduler& scheduler, int lane) {
-  if (lane >= 0 && lane < scheduler.num_lanes()) return;
-  throw py::value_error("lane: expected 0 to " +
-                        std::to_string(scheduler.num_lanes() - 1) + ", got " +
-                        std::to_string(lane));
-}
+/// What Python holds; lanes are checked here, C++ callers know theirs.
+struct Handle {
+  std::unique_ptr<Scheduler> scheduler;
+  int num_lanes = 0;
+
+  LaneState StateOf(int lane) const {
+    if (lane < 0 || lane >= num_lanes) {
+      throw py::value_error("lane: expected 0 to " +
+                            std::to_string(num_lanes - 1) + ", got " +
+                            std::to_string(lane));
+    }
+    return scheduler->lane_state(lane);
+  }
+};
 
 void BindConfig(py::module_& module) {
   py::enum_<Mode>(module, "SchedMode")
@@ -100,84 +108,88 @@ void BindScheduler(py::module_& module) {
       .def_readonly("lateness", &LaneState::lateness)
       .def_readonly("is_backed_off", &LaneState::is_backed_off)
       .def_readonly("is_removed", &LaneState::is_removed);
-  py::class_<Scheduler>(module, "Scheduler",
-                        "Decides which block each lane copies next; events in, "
-                        "blocks out. Times are the caller's, in nanoseconds, "
-                        "and never decrease.")
+  py::class_<Handle>(module, "Scheduler",
+                     "Decides which block each lane copies next; events in, "
+                     "blocks out. Times are the caller's, in nanoseconds, "
+                     "and never decrease.")
       .def(py::init([](const Config& config) {
-             return ValueOrRaise(Scheduler::Create(config));
+             return Handle{ValueOrRaise(Scheduler::Create(config)),
+                           static_cast<int>(config.lanes.size())};
            }),
            py::arg("config"))
       .def(
           "submit",
-          [](Scheduler& s, sched::TransferId transfer, int gpu,
+          [](const Handle& h, sched::TransferId transfer, int gpu,
              Direction direction, int64_t size_bytes, int numa_node,
              int64_t now_ns) {
-            RaiseIfError(s.Submit({.id = transfer,
-                                   .gpu = gpu,
-                                   .direction = direction,
-                                   .size_bytes = size_bytes,
-                                   .numa_node = numa_node},
-                                  now_ns));
+            RaiseIfError(h.scheduler->Submit({.id = transfer,
+                                              .gpu = gpu,
+                                              .direction = direction,
+                                              .size_bytes = size_bytes,
+                                              .numa_node = numa_node},
+                                             now_ns));
           },
           py::kw_only(), py::arg("transfer"), py::arg("gpu"),
           py::arg("direction"), py::arg("size_bytes"), py::arg("numa_node") = 0,
           py::arg("now_ns"))
-      .def("next", &Scheduler::Next, py::arg("now_ns"))
+      .def(
+          "next",
+          [](const Handle& h, int64_t now_ns) {
+            return h.scheduler->Next(now_ns);
+          },
+          py::arg("now_ns"), "The next block that can be issued now, or None.")
       .def(
           "drain",
-          [](Scheduler& s, int64_t now_ns) {
+          [](const Handle& h, int64_t now_ns) {
             std::vector<Block> blocks;
-            while (auto block = s.Next(now_ns)) blocks.push_back(*block);
+            while (auto block = h.scheduler->Next(now_ns))
+              blocks.push_back(*block);
             return blocks;
           },
           py::arg("now_ns"), "All blocks that can be issued now.")
       .def(
           "complete",
-          [](Scheduler& s, sched::BlockId block, int64_t now_ns) {
-            RaiseIfError(s.Complete(block, now_ns));
+          [](const Handle& h, sched::BlockId block, int64_t now_ns) {
+            RaiseIfError(h.scheduler->Complete(block, now_ns));
           },
           py::arg("block"), py::arg("now_ns"))
       .def(
           "fail",
-          [](Scheduler& s, sched::BlockId block, int64_t now_ns) {
-            RaiseIfError(s.Fail(block, now_ns));
+          [](const Handle& h, sched::BlockId block, int64_t now_ns) {
+            RaiseIfError(h.scheduler->Fail(block, now_ns));
           },
           py::arg("block"), py::arg("now_ns"))
       .def(
           "cancel",
-          [](Scheduler& s, sched::TransferId transfer, int64_t now_ns) {
-            RaiseIfError(s.Cancel(transfer, now_ns));
+          [](const Handle& h, sched::TransferId transfer, int64_t now_ns) {
+            RaiseIfError(h.scheduler->Cancel(transfer, now_ns));
           },
           py::arg("transfer"), py::arg("now_ns"))
       .def(
           "remove_lane",
-          [](Scheduler& s, int lane, int64_t now_ns) {
-            RaiseIfError(s.RemoveLane(lane, now_ns));
+          [](const Handle& h, int lane, int64_t now_ns) {
+            RaiseIfError(h.scheduler->RemoveLane(lane, now_ns));
           },
           py::arg("lane"), py::arg("now_ns"))
       .def(
           "take_finished",
-          [](Scheduler& s) {
+          [](const Handle& h) {
             std::vector<std::pair<sched::TransferId, bool>> out;
-            for (const sched::Finished& f : s.TakeFinished()) {
+            for (const sched::Finished& f : h.scheduler->TakeFinished()) {
               out.emplace_back(f.transfer, f.is_cancelled);
             }
             return out;
           },
           "Pairs (transfer, was cancelled) since the last call.")
-      .def("take_stranded", &Scheduler::TakeStranded)
-      .def("next_wakeup_ns", &Scheduler::NextWakeupNs)
-      .def("rescan", &Scheduler::Rescan)
-      .def(
-          "lane_state",
-          [](const Scheduler& s, int lane) {
-            CheckLane(s, lane);
-            return s.lane_state(lane);
-          },
-          py::arg("lane"))
-      .def_property_readonly("num_lanes", &Scheduler::num_lanes)
-      .def_property_readonly("is_idle", &Scheduler::is_idle);
+      .def("take_stranded",
+           [](const Handle& h) { return h.scheduler->TakeStranded(); })
+      .def("next_wakeup_ns",
+           [](const Handle& h) { return h.scheduler->NextWakeupNs(); })
+      .def("rescan", [](const Handle& h) { h.scheduler->Rescan(); })
+      .def("lane_state", &Handle::StateOf, py::arg("lane"))
+      .def_readonly("num_lanes", &Handle::num_lanes)
+      .def_property_readonly(
+          "is_idle", [](const Handle& h) { return h.scheduler->is_idle(); });
 }
 
 }  // namespace

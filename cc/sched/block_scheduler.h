@@ -34,9 +34,6 @@ class BlockScheduler final : public Scheduler {
   std::optional<int64_t> NextWakeupNs() const override;
   bool is_idle() const override { return slots_by_id_.empty(); }
   void Rescan() override { MarkAll(); }
-  int num_lanes() const override {
-    return static_cast<int>(tables_.lanes.size());
-  }
   LaneState lane_state(int lane) const override;
 
  private:

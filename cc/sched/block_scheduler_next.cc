@@ -306,13 +306,14 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
   const int slot = free_in_flight_.back();
   free_in_flight_.pop_back();
   InFlight& in_flight = in_flight_[slot];
-  in_flight = {.generation = in_flight.generation + 1,
-               .transfer = t,
-               .lane = choice.lane,
-               .extent = extent,
-               .issue_ns = now_ns,
-               .service_ns = lane.ServiceNs(size_bytes, stretch),
-               .stretch = stretch};
+  in_flight = {
+      .generation = in_flight.generation + 1,
+      .transfer = t,
+      .lane = choice.lane,
+      .extent = extent,
+      .issue_ns = now_ns,
+      .service_ns = lane.ServiceNs(size_bytes, stretch) + lane.NextLatencyNs(),
+      .stretch = stretch};
   ++num_in_flight_;
   ++transfer.num_in_flight;
 

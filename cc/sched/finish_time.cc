@@ -132,14 +132,16 @@ int64_t StartNs(const Tables& tables, const Lane& lane, int64_t now_ns) {
 int64_t FinishNs(const Tables& tables, const Lane& lane, int64_t size_bytes,
                  int64_t now_ns) {
   return StartNs(tables, lane, now_ns) +
-         lane.ServiceNs(size_bytes, Stretch(tables, lane)) + lane.latency_ns;
+         lane.ServiceNs(size_bytes, Stretch(tables, lane)) +
+         lane.NextLatencyNs();
 }
 
 bool FinishesBeforeDirect(const Tables& tables, const TransferState& transfer,
                           int64_t finish_ns, int64_t now_ns) {
   const Queue& queue = tables.queues[transfer.queue];
   const Lane& direct = tables.lanes[queue.direct];
-  const int64_t idle_ns = StartNs(tables, direct, now_ns) + direct.latency_ns;
+  const int64_t idle_ns =
+      StartNs(tables, direct, now_ns) + direct.NextLatencyNs();
   const double stretch = Stretch(tables, direct);
   const auto done_ns = [&](int64_t bytes) {
     return idle_ns + direct.ServiceNs(bytes, stretch);
@@ -168,7 +170,7 @@ bool OthersFinishBefore(const Tables& tables, const TransferState& transfer,
     if (other == lane || num_offers == kMaxCompared) return;
     const Lane& l = tables.lanes[other];
     const int64_t free_ns = std::max(StartNs(tables, l, now_ns), open_ns);
-    offers[num_offers++] = {static_cast<double>(free_ns + l.latency_ns),
+    offers[num_offers++] = {static_cast<double>(free_ns + l.NextLatencyNs()),
                             l.ns_per_byte * l.late.lateness()};
   };
   if (!queue.is_orphan()) add(queue.direct, now_ns);

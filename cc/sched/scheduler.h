@@ -155,7 +155,6 @@ class Scheduler {
   /// that it yields no block that `Next` had not found.
   virtual void Rescan() = 0;
 
-  virtual int num_lanes() const = 0;
   /// `lane` must be an index into `Config::lanes`.
   virtual LaneState lane_state(int lane) const = 0;
 };

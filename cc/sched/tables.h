@@ -90,6 +90,10 @@ struct Lane {
     return static_cast<int64_t>(static_cast<double>(size_bytes) * ns_per_byte *
                                 late.lateness() * stretch);
   }
+
+  /// What a block issued now takes beyond its service: nothing if it follows
+  /// another, whose last byte is still on its way when its own first leaves.
+  int64_t NextLatencyNs() const { return num_in_flight == 0 ? latency_ns : 0; }
 };
 
 /// The transfers of one GPU, direction and NUMA node, and the lanes for them.

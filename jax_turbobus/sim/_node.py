@@ -38,9 +38,7 @@ class _Moving:
 class _Links:
     """Lanes that each move one block at a time; what they share, they share fairly."""
 
-    def __init__(
-        self, lanes: Sequence[LaneModel], capacities: Sequence[float]
-    ) -> None:
+    def __init__(self, lanes: Sequence[LaneModel], capacities: Sequence[float]) -> None:
         self._lanes = lanes
         self.capacities = list(capacities)
         self._waiting: dict[int, deque[_Moving]] = {}
@@ -68,7 +66,7 @@ class _Links:
         return lanes, self._rates[lanes]
 
     def next_event_ns(self) -> float:
-        """When a block has passed or arrived, if nothing changes before."""
+        """Returns when a block has passed or arrived, if nothing changes before."""
         events = [self._arriving[0][0]] if self._arriving else []
         for lane, rate in zip(*self._active(), strict=True):
             if rate > 0:
@@ -77,7 +75,7 @@ class _Links:
         return min(events, default=float("inf"))
 
     def advance(self, now_ns: float) -> list[_Moving]:
-        """Moves bytes until `now_ns`; returns the blocks that have arrived."""
+        """Returns the blocks that have arrived, after moving bytes until `now_ns`."""
         passed_ns = now_ns - self._now_ns
         self._now_ns = now_ns
         for lane, rate in zip(*self._active(), strict=True):

@@ -104,7 +104,9 @@ def make_config(policy: Policy, lanes: Lanes) -> Any:
     core = _ffi.core()
     config = core.SchedConfig()
     config.block_bytes = policy.block_bytes
-    config.chunk_bytes = _NO_CHUNKS if policy.chunk_bytes is None else policy.chunk_bytes
+    config.chunk_bytes = (
+        _NO_CHUNKS if policy.chunk_bytes is None else policy.chunk_bytes
+    )
     config.has_token_gate = policy.has_token_gate
     if policy.is_lock_step:
         config.mode = core.SchedMode.LOCK_STEP
