@@ -282,7 +282,13 @@ def test_a_process_ends_cleanly_with_transfers_in_flight():
     jax_turbobus.configure(topology="2xh200", emulate=True, rate_scale=2e-6)
     """
         + TRANSFER
-        + "    print('ending', jax_turbobus.stats().num_in_flight)"
+        + """
+    import time
+    deadline = time.monotonic() + 60
+    while not jax_turbobus.stats().num_in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("ending", jax_turbobus.stats().num_in_flight)
+    """
     )
     assert out == "ending 1\n"
     assert "Traceback" not in err
