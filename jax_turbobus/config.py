@@ -3,8 +3,9 @@
 By default there is no engine: on CPU devices a transfer is one plain copy.
 `configure` puts an engine in: lanes over the links of a topology, which on CPU
 devices move real bytes at memory speed, or (``emulate=True``) in the time that
-those links would take. CPU device i plays the topology's GPU i; a transfer of a
-device that the topology has no GPU for fails, naming both.
+those links would take. CPU device i plays the topology's GPU i, by its place in
+``jax.local_devices(backend="cpu")``; the engine refuses transfers of a device that
+the topology has no GPU for.
 
 Environment variables stand in for arguments that are not given:
 ``JAX_TURBOBUS_TOPOLOGY``, ``JAX_TURBOBUS_EMULATE``, ``JAX_TURBOBUS_POOLED``,
@@ -196,7 +197,7 @@ def _resolve(
             "example a name of jax_turbobus.topology.names()"
         )
     if topology is None:
-        topology = _separate_links(len(jax.local_devices(backend="cpu")))
+        topology = _separate_links(jax.local_device_count(backend="cpu"))
     mode = _first(mode, _from_environment("MODE"), "free-running")
     if mode not in get_args(Mode):
         raise ValueError(f"mode: expected 'free-running' or 'lock-step', got {mode!r}")
@@ -370,9 +371,10 @@ def apply_environment() -> None:
     with _state.lock:
         if _state.is_environment_applied:
             return
-        _state.is_environment_applied = True
+    # A mistake in the environment is an error of every call, not of the first.
     if any(_from_environment(name) for name in ("TOPOLOGY", "EMULATE", "TRACE")):
         configure()
+    _state.is_environment_applied = True
 
 
 def _shut_down() -> None:

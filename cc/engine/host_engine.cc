@@ -17,6 +17,8 @@ using transport::host::LinkModel;
 // wait for it. More would only queue behind a lane that turns out to be slow.
 constexpr int kWindowBlocks = 2;
 constexpr int kChunkBlocks = 8;
+// At memory speed the topology's rates say nothing about when a block is due.
+constexpr double kNeverLate = 1e12;
 
 Status Check(const topo::Topology& topology, const HostEngineOptions& options) {
   if (topology.gpus().empty()) {
@@ -113,6 +115,7 @@ StatusOr<HostEngine> CreateHostEngine(const topo::Topology& topology,
       .trace_capacity = options.trace_capacity};
   sched::Config config;
   config.mode = options.mode;
+  if (!options.is_emulated) config.late_factor = kNeverLate;
   config.block_bytes = options.block_bytes;
   config.chunk_bytes = options.chunk_bytes != 0
                            ? options.chunk_bytes

@@ -146,7 +146,9 @@ class PyTransfer {
     }
   }
 
-  bool is_done() { return outcome_->WaitUntil({}).has_value(); }
+  bool is_done() {
+    return !is_in_child() && outcome_->WaitUntil({}).has_value();
+  }
   void Cancel() { RaiseIfError(engine_->Cancel(id_)); }
   sched::TransferId id() const { return id_; }
 

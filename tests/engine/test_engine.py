@@ -77,27 +77,31 @@ def seconds_of(transfer):
 @pytest.mark.parametrize("mode", ["free-running", "lock-step"])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_pooling_halves_the_work_of_each_link(mode, direction):
-    # Emulated busy time, not elapsed time: a loaded machine changes nothing.
-    alone_s = 24 * MIB / 200e6
+    # Emulated busy time and bytes, not elapsed time.
     direct = run_one(mode, False, direction)
     (busy,) = [lane["busy_ns"] for lane in direct["lanes"] if lane["num_bytes"]]
-    assert busy / 1e9 >= 0.999 * alone_s
-    pooled = run_one(mode, True, direction)
-    shares = [lane["num_bytes"] for lane in pooled["lanes"] if lane["num_bytes"]]
-    assert len(shares) == 2
-    assert max(shares) / sum(shares) < 0.65
+    assert busy / 1e9 >= 0.999 * 24 * MIB / 200e6
+
+    def largest_share():
+        lanes = run_one(mode, True, direction)["lanes"]
+        return max(lane["num_bytes"] for lane in lanes) / (24 * MIB)
+
+    # On a machine so busy that copies come late, relays rightly back off.
+    assert any(0.4 < largest_share() < 0.65 for _ in range(5))
 
 
 def test_pooling_two_links_nearly_doubles_the_rate():
     # Elapsed time: the best of a few, because others use this machine, too.
-    def best(pooled):
-        runs = [run_one("free-running", pooled) for _ in range(3)]
-        return min(seconds_of(run["recent_transfers"][0]) for run in runs)
-
-    direct_s, pooled_s = best(False), best(True)
-    assert direct_s >= 0.999 * 24 * MIB / 200e6, "faster than the link"
-    assert pooled_s >= 0.999 * 24 * MIB / 400e6, "faster than both links"
-    assert direct_s / pooled_s > 1.5
+    direct_s, pooled_s = [], []
+    for _ in range(6):
+        for seconds, pooled in ((direct_s, False), (pooled_s, True)):
+            run = run_one("free-running", pooled)
+            seconds.append(seconds_of(run["recent_transfers"][0]))
+        if min(direct_s) / min(pooled_s) > 1.7:
+            break
+    assert min(direct_s) >= 0.999 * 24 * MIB / 200e6, "faster than the link"
+    assert min(pooled_s) >= 0.999 * 24 * MIB / 400e6, "faster than both links"
+    assert min(direct_s) / min(pooled_s) > 1.7
 
 
 def test_links_count_the_bytes_of_both_hops():
@@ -140,10 +144,11 @@ def test_bytes_that_fail_everywhere_fail_the_transfer_and_leave_the_engine_well(
     transfer = engine.submit(0, "h2d", src, dst)
     with pytest.raises(TurboBusError, match=r"on the direct lane too.*injected fault"):
         transfer.wait()
-    engine.fail_blocks(count=0)
     stats = engine.stats()
     assert stats["num_failed"] == 1
     assert stats["recent_transfers"][0]["status"] == "INTERNAL"
+    engine.fail_blocks(count=0)
+    copy(engine, MIB)
 
 
 def test_a_relay_that_vanishes_in_the_middle_costs_no_byte():

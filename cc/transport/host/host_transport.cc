@@ -120,7 +120,11 @@ int64_t HostTransport::NowNs() const {
 
 void HostTransport::FailBlocks(int lane, int64_t skip, int64_t count) {
   const std::lock_guard lock(mutex_);
-  faults_.push_back({.lane = lane, .skip = skip, .count = count});
+  if (count <= 0) {
+    faults_.clear();
+  } else {
+    faults_.push_back({.lane = lane, .skip = skip, .count = count});
+  }
 }
 
 void HostTransport::VanishLane(int lane) {

@@ -40,7 +40,7 @@ class HostTransport final : public Transport {
   // Fault hooks.
 
   /// After `skip` more blocks on `lane` (-1: on any), `count` blocks fail with
-  /// their bytes half written.
+  /// their bytes half written; `count` 0 takes back what was asked for before.
   void FailBlocks(int lane, int64_t skip, int64_t count);
   /// The lane is gone, in the middle of what it is doing.
   void VanishLane(int lane);
