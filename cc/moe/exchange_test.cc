@@ -1,0 +1,351 @@
+#include "moe/exchange.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "moe/together.h"
+
+namespace turbobus::moe {
+namespace {
+
+/// Runs all pieces, on several threads.
+void RunAll(StatusOr<std::unique_ptr<Work>> work) {
+  ASSERT_TRUE(work.ok()) << work.status();
+  constexpr int kWorkers = 3;
+  Together together(std::move(*work), kWorkers);
+  std::vector<std::thread> threads;
+  for (int w = 0; w < kWorkers; ++w) {
+    threads.emplace_back([&, w] { together.RunAs(w); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+template <typename Call>
+std::vector<const Call*> Pointers(const std::vector<Call>& calls) {
+  std::vector<const Call*> pointers;
+  for (const Call& call : calls) pointers.push_back(&call);
+  return pointers;
+}
+
+/// A layer of ranks in one place, its arrays by rank, float32.
+struct Layer {
+  ExchangeConfig config;
+  int64_t hidden;
+  std::vector<std::vector<float>> tokens, rows, sums, weights;
+  std::vector<std::vector<int32_t>> ids, slots, group_sizes, wanted;
+
+  Layer(ExchangeShape shape, int64_t hidden, int64_t num_batches,
+        std::mt19937& random)
+      : hidden(hidden) {
+    config.shape = shape;
+    config.num_batches = num_batches;
+    config.row_bytes = hidden * sizeof(float);
+    const size_t num_tokens = num_batches * shape.num_tokens;
+    const auto integer = [&](int low, int high) {
+      return low + static_cast<int>(random() % (high - low + 1));
+    };
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      auto& t = tokens.emplace_back(num_tokens * hidden);
+      for (float& x : t) x = integer(-3, 3);
+      auto& w = weights.emplace_back(num_tokens * shape.top_k);
+      for (float& x : w) x = integer(-3, 3);
+      auto& i = ids.emplace_back(num_tokens * shape.top_k);
+      for (int32_t& x : i) x = integer(-1, shape.num_experts);
+      slots.emplace_back(i.size());
+      // NaN, so that what is not written is found out.
+      rows.emplace_back(num_batches * shape.recv_capacity * hidden,
+                        std::nanf(""));
+      sums.emplace_back(t.size(), std::nanf(""));
+      group_sizes.emplace_back(num_batches * shape.num_local_experts());
+      wanted.emplace_back(group_sizes.back().size());
+    }
+  }
+
+  void Dispatch() {
+    std::vector<DispatchCall> calls(config.shape.num_ranks);
+    for (size_t r = 0; r < calls.size(); ++r) {
+      calls[r].config = config;
+      calls[r].tokens = tokens[r].data();
+      calls[r].expert_ids = ids[r].data();
+      calls[r].rows = rows[r].data();
+      calls[r].group_sizes = group_sizes[r].data();
+      calls[r].wanted = wanted[r].data();
+      calls[r].slots = slots[r].data();
+      CountDispatch(calls[r]);
+    }
+    RunAll(MakeDispatch(Pointers(calls)));
+  }
+
+  void Combine(bool is_weighted) {
+    std::vector<CombineCall> calls(config.shape.num_ranks);
+    for (size_t r = 0; r < calls.size(); ++r) {
+      calls[r].config = config;
+      calls[r].rows = rows[r].data();
+      calls[r].expert_ids = ids[r].data();
+      calls[r].slots = slots[r].data();
+      calls[r].weights = is_weighted ? weights[r].data() : nullptr;
+      calls[r].sums = sums[r].data();
+    }
+    RunAll(MakeCombine(Pointers(calls)));
+  }
+};
+
+ExchangeShape RandomShape(std::mt19937& random) {
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  ExchangeShape shape;
+  shape.num_ranks = 1 + below(4);
+  shape.num_experts = shape.num_ranks * (1 + below(3));
+  shape.num_tokens = below(9);
+  shape.top_k = 1 + below(3);
+  if (below(2) == 0) {
+    shape.expert_capacity = 1 + below(9);
+    shape.recv_capacity = shape.num_local_experts() * shape.expert_capacity;
+  } else {
+    shape.recv_capacity = below(40);
+  }
+  return shape;
+}
+
+TEST(ExchangeTest, DispatchThenCombineIsTheWeightedIdentityOfWhatIsKept) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 60; ++round) {
+    Layer layer(RandomShape(random), 1 + random() % 40, 1 + random() % 3,
+                random);
+    const ExchangeShape& shape = layer.config.shape;
+    layer.Dispatch();
+    for (const auto& rows : layer.rows) {
+      for (float x : rows) ASSERT_FALSE(std::isnan(x));  // Padding is zero.
+    }
+    layer.Combine(/*is_weighted=*/true);
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      for (size_t t = 0; t < layer.sums[r].size() / layer.hidden; ++t) {
+        float weight = 0;
+        for (int j = 0; j < shape.top_k; ++j) {
+          const size_t c = t * shape.top_k + j;
+          if (layer.slots[r][c] != kNoRow) weight += layer.weights[r][c];
+        }
+        for (int64_t h = 0; h < layer.hidden; ++h) {
+          ASSERT_EQ(layer.sums[r][t * layer.hidden + h],
+                    weight * layer.tokens[r][t * layer.hidden + h]);
+        }
+      }
+    }
+  }
+}
+
+TEST(ExchangeTest, WithoutWeightsCombineIsTheTransposeOfDispatch) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 40; ++round) {
+    Layer layer(RandomShape(random), 1 + random() % 40, 1 + random() % 2,
+                random);
+    layer.Dispatch();
+    // <dispatch(tokens), g> == <tokens, combine(g)> for any g.
+    auto dispatched = layer.rows;
+    double left = 0;
+    for (size_t r = 0; r < layer.rows.size(); ++r) {
+      for (size_t i = 0; i < layer.rows[r].size(); ++i) {
+        const float g = static_cast<int>(random() % 7) - 3;
+        left += dispatched[r][i] * g;
+        layer.rows[r][i] = g;
+      }
+    }
+    layer.Combine(/*is_weighted=*/false);
+    double right = 0;
+    for (size_t r = 0; r < layer.sums.size(); ++r) {
+      for (size_t i = 0; i < layer.sums[r].size(); ++i) {
+        right += layer.sums[r][i] * layer.tokens[r][i];
+      }
+    }
+    ASSERT_EQ(left, right);
+  }
+}
+
+TEST(ExchangeTest, GradientsOfCombineAreItsTranspose) {
+  std::mt19937 random(9);
+  for (int round = 0; round < 40; ++round) {
+    Layer layer(RandomShape(random), 1 + random() % 40, 1 + random() % 2,
+                random);
+    const ExchangeShape& shape = layer.config.shape;
+    layer.Dispatch();
+    layer.Combine(/*is_weighted=*/true);
+    auto sum_grads = layer.tokens;
+    for (auto& of_rank : sum_grads) {
+      for (float& x : of_rank) x = static_cast<int>(random() % 7) - 3;
+    }
+    auto row_grads = layer.rows;
+    auto weight_grads = layer.weights;
+    for (auto* grads : {&row_grads, &weight_grads}) {
+      for (auto& of_rank : *grads) {
+        std::fill(of_rank.begin(), of_rank.end(), std::nanf(""));
+      }
+    }
+    std::vector<CombineGradCall> calls(shape.num_ranks);
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      calls[r].config = layer.config;
+      calls[r].sum_grads = sum_grads[r].data();
+      calls[r].rows = layer.rows[r].data();
+      calls[r].expert_ids = layer.ids[r].data();
+      calls[r].slots = layer.slots[r].data();
+      calls[r].weights = layer.weights[r].data();
+      calls[r].group_sizes = layer.group_sizes[r].data();
+      calls[r].row_grads = row_grads[r].data();
+      calls[r].weight_grads = weight_grads[r].data();
+    }
+    RunAll(MakeCombineGrad(Pointers(calls)));
+    // Combine is linear in rows and in weights: <sums, g> is both products.
+    double sums = 0;
+    double rows = 0;
+    double weights = 0;
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      for (size_t i = 0; i < sum_grads[r].size(); ++i) {
+        sums += layer.sums[r][i] * sum_grads[r][i];
+      }
+      for (size_t i = 0; i < row_grads[r].size(); ++i) {
+        ASSERT_FALSE(std::isnan(row_grads[r][i]));
+        rows += layer.rows[r][i] * row_grads[r][i];
+      }
+      for (size_t i = 0; i < weight_grads[r].size(); ++i) {
+        weights += layer.weights[r][i] * weight_grads[r][i];
+      }
+    }
+    ASSERT_EQ(sums, rows);
+    ASSERT_EQ(sums, weights);
+  }
+}
+
+TEST(ExchangeTest, RanksWithOtherSizesAreRefused) {
+  std::vector<CombineCall> calls(3);
+  calls[2].config.shape.num_tokens = 5;
+  EXPECT_EQ(MakeCombine(Pointers(calls)).status(),
+            InvalidArgument("rank 2 calls with other sizes than rank 0"));
+}
+
+/// Address space that costs memory only where it is touched.
+class Sparse {
+ public:
+  explicit Sparse(size_t size) : size_(size) {
+    data_ = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+  ~Sparse() {
+    if (data_ != MAP_FAILED) munmap(data_, size_);
+  }
+  char* data() const {
+    return data_ == MAP_FAILED ? nullptr : static_cast<char*>(data_);
+  }
+
+ private:
+  size_t size_;
+  void* data_;
+};
+
+// https://github.com/NVIDIA/TransformerEngine/issues/2908 (a): an int32 product
+// of row and row size overflows where arrays have 2^31 elements or more.
+TEST(ExchangeTest, OffsetsBeyondTwoToThe31Hold) {
+  constexpr int64_t kRowBytes = 7168;
+  constexpr int64_t kNumTokens = 700'000;  // 5 GB of int8.
+  const Sparse tokens(kNumTokens * kRowBytes);
+  if (tokens.data() == nullptr) GTEST_SKIP() << "no 5 GB of address space";
+  std::vector<int32_t> ids(kNumTokens, -1);
+  std::vector<int32_t> slots(kNumTokens);
+  ids.back() = 0;
+  char* const last = tokens.data() + (kNumTokens - 1) * kRowBytes;
+  std::memset(last, 42, kRowBytes);
+  std::vector<char> rows(kRowBytes);
+  int32_t group_size = 0;
+  int32_t wanted = 0;
+  DispatchCall dispatch;
+  dispatch.config.shape = {.num_experts = 1,
+                           .num_tokens = kNumTokens,
+                           .top_k = 1,
+                           .recv_capacity = 1};
+  dispatch.config.row_bytes = kRowBytes;
+  dispatch.tokens = tokens.data();
+  dispatch.expert_ids = ids.data();
+  dispatch.rows = rows.data();
+  dispatch.group_sizes = &group_size;
+  dispatch.wanted = &wanted;
+  dispatch.slots = slots.data();
+  CountDispatch(dispatch);
+  const DispatchCall* const calls[] = {&dispatch};
+  RunAll(MakeDispatch(calls));
+  EXPECT_EQ(group_size, 1);
+  EXPECT_EQ(rows, std::vector<char>(kRowBytes, 42));
+
+  // And back out of the last of as many rows.
+  CombineCall combine;
+  combine.config.shape = {.num_experts = 1,
+                          .num_tokens = 1,
+                          .top_k = 1,
+                          .recv_capacity = kNumTokens};
+  combine.config.row_bytes = kRowBytes;
+  auto* const last_row = reinterpret_cast<float*>(last);
+  std::fill(last_row, last_row + kRowBytes / 4, 1.5f);
+  const int32_t id = 0;
+  const int32_t slot = kNumTokens - 1;
+  const float weight = 2;
+  std::vector<float> sum(kRowBytes / 4);
+  combine.rows = tokens.data();
+  combine.expert_ids = &id;
+  combine.slots = &slot;
+  combine.weights = &weight;
+  combine.sums = sum.data();
+  const CombineCall* const combines[] = {&combine};
+  RunAll(MakeCombine(combines));
+  EXPECT_EQ(sum, std::vector<float>(kRowBytes / 4, 3.0f));
+}
+
+TEST(ExchangeTest, SlotsThatPointNowhereCountAsNoRow) {
+  std::mt19937 random(10);
+  Layer layer({.num_ranks = 1,
+               .num_experts = 1,
+               .num_tokens = 3,
+               .top_k = 1,
+               .recv_capacity = 3},
+              16, 1, random);
+  layer.ids[0] = {0, 0, 0};
+  layer.Dispatch();
+  layer.slots[0] = {3, -7, std::numeric_limits<int32_t>::max()};
+  layer.Combine(/*is_weighted=*/true);
+  EXPECT_EQ(layer.sums[0], std::vector<float>(3 * 16, 0.0f));
+}
+
+TEST(TrafficTest, ATokenIsCountedOnceForEachRankItGoesTo) {
+  std::mt19937 random(11);
+  Layer layer({.num_ranks = 2,
+               .num_experts = 4,
+               .num_tokens = 2,
+               .top_k = 2,
+               .recv_capacity = 8},
+              8, 1, random);
+  layer.ids = {{2, 3, 0, 2}, {1, 1, -1, 3}};
+  TrafficLog::Process().Reset();
+  layer.Dispatch();
+  layer.Combine(/*is_weighted=*/true);
+  layer.config.schedule = Schedule::kBroadcast;
+  layer.Combine(/*is_weighted=*/true);
+  const int64_t row = layer.config.row_bytes;
+  const std::vector<Traffic> traffic = TrafficLog::Process().Read();
+  ASSERT_EQ(traffic.size(), 3u);
+  EXPECT_EQ(traffic[0].op, "combine");
+  EXPECT_EQ(traffic[0].schedule, Schedule::kPacked);
+  EXPECT_EQ(traffic[0].bytes, (std::vector<int64_t>{0, row, 2 * row, 0}));
+  EXPECT_EQ(traffic[1].op, "combine");
+  EXPECT_EQ(traffic[1].schedule, Schedule::kBroadcast);
+  EXPECT_EQ(traffic[1].bytes, (std::vector<int64_t>{0, 2 * row, 2 * row, 0}));
+  EXPECT_EQ(traffic[2].op, "dispatch");
+  EXPECT_EQ(traffic[2].num_calls, 1);
+  EXPECT_EQ(traffic[2].bytes, (std::vector<int64_t>{0, 2 * row, row, 0}));
+  TrafficLog::Process().Reset();
+  EXPECT_TRUE(TrafficLog::Process().Read().empty());
+}
+
+}  // namespace
+}  // namespace turbobus::moe
