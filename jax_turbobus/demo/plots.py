@@ -94,20 +94,32 @@ def draw_loss(
 
 
 def draw_timeline(
-    path: Path, panels: Mapping[str, Sequence[Span]], links: Sequence[str]
+    path: Path,
+    panels: Mapping[str, Sequence[Span]],
+    links: Sequence[str],
+    *,
+    one_scale: bool = False,
 ) -> None:
     """Writes a PNG of when each link was busy, and with which device's bytes.
 
     Args:
       path: the file to write.
-      panels: what each panel shows, by its title; one above the other, on one scale.
-      links: the rows of each panel, top to bottom.
+      panels: what each panel shows, by its title; one above the other.
+      links: those that may be shown, in order; a row is drawn for each one used.
+      one_scale: whether a millisecond is as wide in all panels.
     """
+    used = {span.link for found in panels.values() for span in found}
+    links = [link for link in links if link in used]
     height = 0.9 + 0.24 * len(links)
     figure = _new_figure(10, 0.5 + height * len(panels))
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    all_axes = figure.subplots(len(panels), 1, sharex=one_scale, squeeze=False)[:, 0]
+    ends = {
+        title: max(span.start_ms + span.duration_ms for span in found)
+        for title, found in panels.items()
+    }
     gpus = sorted({span.gpu for found in panels.values() for span in found})
     for axes, (title, found) in zip(all_axes, panels.items(), strict=True):
+        axes.set_xlim(0, 1.01 * (max(ends.values()) if one_scale else ends[title]))
         for gpu in gpus:
             for is_relayed in (False, True):
                 _draw_spans(axes, found, links, gpu, is_relayed)
@@ -137,6 +149,10 @@ def _draw_spans(
     axes: Any, found: Sequence[Span], links: Sequence[str], gpu: int, is_relayed: bool
 ) -> None:
     """Draws the blocks of one device, direct or relayed."""
+    colour = _COLOURS[gpu % len(_COLOURS)]
+    # Gaps between blocks, where blocks are wide enough to have some.
+    shortest = np.median([span.duration_ms for span in found])
+    is_fine = shortest < 0.004 * axes.get_xlim()[1]
     label = f"device {gpu}" + (", relayed" if is_relayed else "")
     for row, link in enumerate(links):
         bars = [
@@ -148,10 +164,10 @@ def _draw_spans(
             axes.broken_barh(
                 bars,
                 (row - 0.4, 0.8),
-                facecolors=_COLOURS[gpu % len(_COLOURS)],
+                facecolors=colour,
                 alpha=0.55 if is_relayed else 1.0,
                 hatch="////" if is_relayed else None,
-                edgecolor="white",
-                linewidth=0.3,
+                edgecolor=colour if is_fine else "white",
+                linewidth=1.0 if is_fine else 0.3,
                 label=label,
             )

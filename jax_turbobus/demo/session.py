@@ -208,21 +208,23 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
     say()
     say(report.bytes_moved(recorder.bytes_by_link, exchanged, len(steps)))
     say()
-    panels = {}
+    panels: dict[str, list[Span]] = {}
+    pooling: dict[str, list[Span]] = {}
     if recorder.spans:
         newest = timeline.newest(recorder.spans, 3e3 * float(np.median(step_seconds)))
-        panels["training: Adam's moments in and out, the last steps"] = newest
+        panels["training, the last steps: Adam's moments come and go"] = newest
+        panels["one burst of them"] = timeline.fullest_burst(newest)
     if emulation is not None:
         compared = emulate.compare(emulation, devices, options.out)
         say(report.comparison(compared))
         say()
-        panels |= compared.panels
+        pooling = compared.panels
     if options.sample_bytes:
         say("what it writes")
         for written in sample.write(trainer, options.sample_bytes)[:2]:
             say(report.framed(written))
 
-    files = _draw(options, steps, held_out, panels, recorder)
+    files = _draw(options, steps, held_out, recorder.links, panels, pooling)
     figures = {
         "eval_loss_first": held_out[0].loss,
         "eval_loss_last": held_out[-1].loss,
@@ -291,18 +293,20 @@ def _draw(
     options: Options,
     steps: Sequence[Step],
     held_out: Sequence[Point],
-    panels: Mapping[str, Sequence[Span]],
-    recorder: Recorder,
+    links: Sequence[str],
+    training: Mapping[str, Sequence[Span]],
+    pooling: Mapping[str, Sequence[Span]],
 ) -> list[str]:
     """Returns the names of the files that are there, having drawn the pictures."""
     title = f"{options.train.batch * options.model.context} bytes a step, "
     title += f"--backend {options.backend}"
     losses = [Point(step.step, step.loss) for step in steps]
     plots.draw_loss(options.out / "loss.png", losses, held_out, title)
-    if not panels:
-        return ["loss.png"]
-    used = {span.link for found in panels.values() for span in found}
-    plots.draw_timeline(
-        options.out / "links.png", panels, [n for n in recorder.links if n in used]
-    )
-    return ["loss.png", "links.png", "trace.json (open it at ui.perfetto.dev)"]
+    files = ["loss.png"]
+    if training:
+        plots.draw_timeline(options.out / "links.png", training, links)
+        files += ["links.png", "trace.json (open it at ui.perfetto.dev)"]
+    if pooling:
+        plots.draw_timeline(options.out / "pooling.png", pooling, links, one_scale=True)
+        files += ["pooling.png"]
+    return files

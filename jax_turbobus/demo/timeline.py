@@ -13,7 +13,7 @@ from pathlib import Path
 from jax_turbobus._observe import LaneStats
 from jax_turbobus.topology import Topology
 
-__all__ = ["Span", "link_names", "newest", "spans"]
+__all__ = ["Span", "fullest_burst", "link_names", "newest", "spans"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,3 +108,22 @@ def newest(found: Sequence[Span], duration_ms: float = math.inf) -> list[Span]:
     late = [span for span in found if span.start_ms >= end - duration_ms]
     start = min((span.start_ms for span in late), default=0.0)
     return [dataclasses.replace(span, start_ms=span.start_ms - start) for span in late]
+
+
+def fullest_burst(found: Sequence[Span], gap_ms: float = 1.0) -> list[Span]:
+    """Returns the most spans between two pauses, times counted from the first.
+
+    Args:
+      found: spans in any order.
+      gap_ms: how long all links must be quiet for a pause.
+    """
+    bursts: list[list[Span]] = [[]]
+    end = math.inf
+    for span in sorted(found, key=lambda span: span.start_ms):
+        if span.start_ms > end + gap_ms:
+            bursts.append([])
+            end = 0.0
+        bursts[-1].append(span)
+        own_end = span.start_ms + span.duration_ms
+        end = own_end if math.isinf(end) else max(end, own_end)
+    return newest(max(bursts, key=len))

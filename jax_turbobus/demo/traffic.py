@@ -10,6 +10,9 @@ from jax_turbobus.topology import Topology
 
 __all__ = ["ExchangeBytes"]
 
+# What links share (`Wiring` counts it, too) is no link: it would count bytes twice.
+_SHARED = (" both ways", " memory")
+
 
 def _both_passes(traffic: Traffic) -> float:
     """Returns the bytes of a step: the way out and back again, forward and backward.
@@ -88,4 +91,6 @@ class ExchangeBytes:
                 + counted.wiring.loads(used, used.combine)
             ) + counted.wiring.loads(used, used.metadata)
             for name, size_bytes in counted.wiring.describe(loads).items():
+                if not size_bytes or name.endswith(_SHARED):
+                    continue
                 self.by_link[name] = self.by_link.get(name, 0.0) + size_bytes

@@ -77,7 +77,8 @@ def test_emulated_run_shows_direct_beside_pooled(tmp_path):
     printed = stdout.getvalue()
     assert "emulated: 2xh200" in printed
     assert re.search(r"device 0 alone, to the device +[\d.]+ ms +[\d.]+ ms", printed)
-    assert (tmp_path / "out" / "links.png").read_bytes()[1:4] == b"PNG"
+    for name in ("links.png", "pooling.png"):
+        assert (tmp_path / "out" / name).read_bytes()[1:4] == b"PNG"
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
 
 

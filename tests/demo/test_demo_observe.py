@@ -73,6 +73,16 @@ def test_newest_counts_from_its_first_span():
     assert timeline.newest([]) == []
 
 
+def test_fullest_burst_ends_where_all_links_pause():
+    starts = [0.0, 10.0, 10.5, 12.4, 20.0, 21.0]
+    found = [timeline.Span("a", 0, False, start, 1.0) for start in starts]
+    burst = timeline.fullest_burst(found[::-1])
+    assert [span.start_ms for span in burst] == pytest.approx([0.0, 0.5, 2.4])
+    long = [timeline.Span("b", 1, False, 0.0, 30.0)]
+    assert len(timeline.fullest_burst(found + long)) == 7
+    assert timeline.fullest_burst([]) == []
+
+
 def test_pooling_helps_one_device_and_not_all(tmp_path):
     emulation = emulate.Emulation.load("2xh200")
     assert emulation.rate_scale < 0.1

@@ -9,8 +9,10 @@ from jax_turbobus.demo.timeline import Span
 from jax_turbobus.demo.train import Point
 
 
-def coloured_pixels(path):
+def coloured_pixels(path, width=1.0):
+    """Counts them in the left `width` of the picture; the legend is at the right."""
     pixels = image.imread(path)[..., :3]
+    pixels = pixels[:, : int(width * pixels.shape[1])]
     return int((np.ptp(pixels, axis=-1) > 0.2).sum())
 
 
@@ -32,5 +34,13 @@ def test_timeline(tmp_path, num_blocks):
         Span(links[i % 2], i % 3, i % 2 == 1, 10 * i, 8) for i in range(num_blocks)
     ]
     panels = {"direct": found[:1], "pooled": found}
-    plots.draw_timeline(tmp_path / "links.png", panels, links)
+    plots.draw_timeline(
+        tmp_path / "links.png", panels, [*links, "unused"], one_scale=True
+    )
     assert coloured_pixels(tmp_path / "links.png") > 1000
+
+
+def test_timeline_shows_blocks_too_short_for_a_pixel(tmp_path):
+    found = [Span("pcie0 numa0>gpu0", 0, False, start, 1e-4) for start in (0, 2e3, 5e3)]
+    plots.draw_timeline(tmp_path / "links.png", {"panel": found}, [found[0].link])
+    assert coloured_pixels(tmp_path / "links.png", width=0.8) > 10
