@@ -1,6 +1,6 @@
 """Exchanges and transfers on eight CPU devices, for a core built with sanitizers.
 
-Run by `.ci/sanitized`; a plain program, so that nothing but the core, XLA and this
+Run by `.ci/native`; a plain program, so that nothing but the core, XLA and this
 file takes part. Exits with a message if a result is wrong.
 """
 
