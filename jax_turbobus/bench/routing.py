@@ -48,7 +48,7 @@ def popularity(
 
 
 def expert_ids(
-    route: str, shape: ExchangeShape, seed: int = 0
+    route: str, shape: ExchangeShape, seed: int = 0, draw: int = 1
 ) -> npt.NDArray[np.int32]:
     """Returns ``int32[num_ranks * tokens_per_rank, top_k]``, distinct in a token.
 
@@ -58,10 +58,11 @@ def expert_ids(
     Args:
       route: as for `popularity`.
       shape: the exchange's sizes.
-      seed: of the draws.
+      seed: of the popularity.
+      draw: tokens of another draw have the same popularity.
     """
     chance = popularity(route, shape, seed)
-    rng = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([seed, draw])
     num_tokens = shape.num_ranks * shape.tokens_per_rank
     # The largest k of log-chance plus Gumbel noise are k draws without replacement.
     with np.errstate(divide="ignore"):

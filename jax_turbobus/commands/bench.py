@@ -11,6 +11,7 @@ from jax_turbobus.bench import _report
 SUITES: dict[str, str] = {
     "experts": "expert exchange against what JAX users write today",
     "offload": "host transfers against JAX's own",
+    "placement": "experts where links are free, against experts in order (modelled)",
     "sched": "decisions a second of the scheduler, and what its policy gains",
 }
 
