@@ -270,7 +270,7 @@ def schedule_traffic(name: str, shape: ExchangeShape, counts: Counts) -> Traffic
         return Traffic(
             name=name,
             dispatch=_off_diagonal(counts.unique, row),
-            combine=_off_diagonal(counts.unique, row),
+            combine=_off_diagonal(counts.unique.T, row),
             metadata=metadata + _off_diagonal(counts.unique, shape.top_k * slot_bytes),
             # Pack, expand; sum at the experts' rank, add up at home.
             local_bytes=row * (2 * unique + unique + copies + copies + 2 * unique),
@@ -280,7 +280,7 @@ def schedule_traffic(name: str, shape: ExchangeShape, counts: Counts) -> Traffic
         return Traffic(
             name=name,
             dispatch=_off_diagonal(counts.copies, row),
-            combine=_off_diagonal(counts.copies, row),
+            combine=_off_diagonal(counts.copies.T, row),
             metadata=metadata + _off_diagonal(counts.slots, slot_bytes),
             local_bytes=row * (2 * copies + 2 * copies + 2 * copies),
             num_launches=6,
@@ -299,7 +299,7 @@ def schedule_traffic(name: str, shape: ExchangeShape, counts: Counts) -> Traffic
         return Traffic(
             name=name,
             dispatch=_off_diagonal(counts.unique, row),
-            combine=_off_diagonal(counts.unique, row),
+            combine=_off_diagonal(counts.unique.T, row),
             # Every rank reads the places and the weights of all slots.
             metadata=metadata + _off_diagonal(full, shape.top_k * slot_bytes),
             # A row arrives in the place of its first copy: only the others cost.
@@ -356,7 +356,7 @@ def peer_traffic(
         )
     if name == "ragged_all_to_all":
         rows = _off_diagonal(counts.slots, row)
-        return scheme(rows, rows, _count_exchange_bytes(shape))
+        return scheme(rows, rows.T, _count_exchange_bytes(shape))
     if name == "padded_all_to_all":
         padded = _off_diagonal(ones, shape.rows_per_pair * row)
         return scheme(padded, padded, _count_exchange_bytes(shape))

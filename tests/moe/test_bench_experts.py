@@ -175,3 +175,25 @@ def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
     assert experts._bound(case, "dropless", "both", parser_args) == "<= 0.65"
     other = peers.Case(shape=ExchangeShape(64, 64, 8, 2, 4), recv_capacity=160)
     assert experts._bound(other, "1.25", "forward", parser_args) is None
+
+
+@pytest.mark.parametrize("schedule", ["packed", "broadcast", "direct"])
+def test_volume_is_what_exchanges_count(schedule):
+    this = layer("zipf:1.0")
+    shape = this.case.shape
+    forward = this.forward(experts.ours(schedule))
+    moe.reset_exchange_stats()
+    forward()
+    counted = {kind.op: kind for kind in moe.exchange_stats()}
+    assert {kind.schedule for kind in counted.values()} == {schedule}
+    expected = moe.volume(
+        tokens_per_rank=shape.tokens_per_rank,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        num_ranks=shape.num_ranks,
+        dtype=shape.dtype,
+        expert_ids=this.arguments[1],
+    )[schedule]
+    np.testing.assert_array_equal(counted["dispatch"].pair_bytes, expected.dispatch)
+    np.testing.assert_array_equal(counted["combine"].pair_bytes, expected.combine)
