@@ -28,7 +28,7 @@ TEST(BlockingMeetingTest, RanksSwapRecordsInEveryPhase) {
           const uint64_t base = call * 100 + phase * 10;
           const auto records =
               meeting.Meet(key, phase, Who(rank, kRanks),
-                           {base + static_cast<uint64_t>(rank)});
+                           {{base + static_cast<uint64_t>(rank)}, nullptr});
           for (int r = 0; r < kRanks; ++r) {
             if (!records.ok() ||
                 (**records)[r].values[0] != base + static_cast<uint64_t>(r)) {
