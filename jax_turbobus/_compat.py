@@ -18,8 +18,10 @@ __all__ = [
     "bound_axes",
     "check_jax_version",
     "element_bits",
+    "explicit_mesh",
     "ffi_api_version",
     "has_cuda_devices",
+    "is_for_export",
     "is_tracer",
     "lowers_with_devices",
     "mark_side_effect",
@@ -80,6 +82,20 @@ def has_cuda_devices() -> bool:
 def element_bits(dtype: Any) -> int:
     """Returns how many bits an element takes in XLA's buffers: 4 for int4."""
     return int(dtypes.itemsize_bits(dtype))
+
+
+def explicit_mesh(avals: Any) -> Any:
+    """Returns the mesh if these types say how all values are split, else None."""
+    meshes = [aval.sharding.mesh for aval in avals]
+    meshes = [mesh for mesh in meshes if not mesh.empty]
+    if meshes and all(mesh.are_all_axes_explicit for mesh in meshes):
+        return meshes[0]
+    return None
+
+
+def is_for_export(context: Any) -> bool:
+    """Returns whether the program being lowered will be serialized."""
+    return bool(context.module_context.lowering_parameters.for_export)
 
 
 def is_tracer(x: Any) -> bool:

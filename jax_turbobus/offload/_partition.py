@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
@@ -25,10 +26,35 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_turbobus import _compat
 
-__all__ = ["Dims", "lower_per_shard"]
+__all__ = ["Dims", "lower_in_shard_map", "lower_per_shard"]
 
 # Names for the dimensions of one operand or result: equal names are split alike.
 Dims = tuple[str, ...]
+
+
+def lower_in_shard_map(
+    context: Any, call: Callable[..., Any], operands: Sequence[Any], mesh: Any
+) -> Any:
+    """Lowers `call(*operands)` to one call a shard where types say how to split.
+
+    Args:
+      context: the lowering rule's context.
+      call: binds the primitive.
+      operands: IR values.
+      mesh: with explicit axes only.
+
+    Returns:
+      The IR values of the result.
+    """
+    per_shard = jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=tuple(aval.sharding.spec for aval in context.avals_in),
+        out_specs=context.avals_out[0].sharding.spec,
+        check_vma=False,
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return mlir.lower_fun(per_shard, multiple_results=False)(context, *operands)
 
 
 def lower_per_shard(

@@ -19,7 +19,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from jax_turbobus import _compat
-from jax_turbobus.offload._partition import Dims, lower_per_shard
+from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
 
 __all__ = [
     "d2h_into_p",
@@ -104,7 +104,8 @@ def _ffi(
     results = rule(context, *operands, **attributes)
     # Without it, XLA takes a call into the fusion that writes its result to a slice
     # (scan's `ys`): it may then run twice, and an alias may be lost.
-    return stablehlo.OptimizationBarrierOp(list(results)).results
+    barrier: Any = stablehlo.OptimizationBarrierOp(list(results))  # type: ignore[arg-type]
+    return list(barrier.results)
 
 
 def _define(
@@ -165,10 +166,20 @@ def _register(
     def lower(context: Any, *operands: Any, **params: Any) -> Any:
         if not _compat.partitions_automatically(context):
             return emit(context, *operands, **params)
+        call = functools.partial(primitive.bind, **params)
+        mesh = _compat.explicit_mesh(context.avals_in)
+        if mesh is not None:
+            return lower_in_shard_map(context, call, operands, mesh)
+        if _compat.is_for_export(context):
+            raise NotImplementedError(
+                f"{primitive.name}: a transfer of sharded arrays cannot be exported "
+                "where only XLA knows how they are split; wrap it in jax.shard_map, "
+                "or make the mesh with axis_types=(jax.sharding.AxisType.Explicit, …)"
+            )
         operand_dims, result_dims, whole = dims(*context.avals_in, **params)
         return lower_per_shard(
             context,
-            functools.partial(primitive.bind, **params),
+            call,
             operands,
             operand_dims=operand_dims,
             result_dims=result_dims,
