@@ -1,6 +1,7 @@
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "ffi/targets.h"
 #include "offload/in_flight.h"
 #include "offload/layout.h"
+#include "offload/staged_transfer.h"
 #include "offload/transfer.h"
 #include "topo/path.h"
 #include "xla/ffi/api/ffi.h"
@@ -23,13 +25,15 @@
 namespace turbobus::ffi {
 namespace {
 
+using offload::InFlight;
 using offload::Piece;
 using offload::ProcessInFlight;
+using offload::StagedTransfer;
 using offload::Transfer;
 using topo::Direction;
 using xla::ffi::AnyBuffer;
 using xla::ffi::RunId;
-using TransferPtr = std::shared_ptr<Transfer>;
+using Pieces = StatusOr<std::vector<Piece>>;
 using Result = xla::ffi::Result<AnyBuffer>;
 
 bool IsShared(AnyBuffer a, AnyBuffer b) {
@@ -41,15 +45,14 @@ std::byte* Bytes(AnyBuffer buffer) {
 }
 
 /// Finished when the transfer is; `after` runs first, and only on success.
-Outcome Await(
-    const TransferPtr& transfer, std::function<void()> after = [] {}) {
-  if (const auto outcome = transfer->outcome()) {
+Outcome Await(Transfer& transfer, std::function<void()> after = [] {}) {
+  if (const auto outcome = transfer.outcome()) {
     if (outcome->ok()) after();
     return *outcome;
   }
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
-  transfer->OnDone(
+  transfer.OnDone(
       [promise, after = std::move(after)](const Status& status) mutable {
         if (status.ok()) {
           after();
@@ -61,169 +64,161 @@ Outcome Await(
   return future;
 }
 
-/// What a start leaves for its done.
-Outcome Launched(const StatusOr<TransferPtr>& transfer, int device,
-                 const void* buffer, RunId run) {
-  if (!transfer.ok()) return transfer.status();
-  for (const TransferPtr& abandoned :
-       ProcessInFlight().Insert(device, buffer, run.run_id, *transfer)) {
-    // Its program failed between start and done, and its buffer is ours now.
-    (void)abandoned->Wait();
-  }
-  return OkStatus();
-}
+/// What is to be moved.
 
-Outcome Finished(const StatusOr<TransferPtr>& transfer) {
-  if (!transfer.ok()) return transfer.status();
-  return Await(*transfer);
-}
-
-StatusOr<TransferPtr> Copy(std::string_view call, Direction direction,
-                           int device, AnyBuffer src, AnyBuffer dst) {
+Pieces WholePieces(std::string_view call, AnyBuffer src, AnyBuffer dst) {
   TB_RETURN_IF_ERROR(CheckSameType(call, "source", src, "result", dst));
   TB_ASSIGN_OR_RETURN(const int64_t size_bytes, SizeBytes(src));
-  return Transfer::Start(
-      direction, device,
-      {{src.untyped_data(), dst.untyped_data(), size_bytes}});
+  return std::vector<Piece>{
+      {src.untyped_data(), dst.untyped_data(), size_bytes}};
 }
 
+Pieces IntoPieces(std::string_view call, AnyBuffer src, AnyBuffer out,
+                  AnyBuffer dst) {
+  TB_RETURN_IF_ERROR(CheckSameType(call, "out", out, "result", dst));
+  return WholePieces(call, src, dst);
+}
+
+/// The pieces between a row in a stack and the row by itself.
 std::vector<Piece> RowPieces(const offload::RowSlice& slice, std::byte* stack,
                              std::byte* row, Direction direction) {
   std::vector<Piece> pieces;
   pieces.reserve(slice.num_pieces);
   for (int64_t p = 0; p < slice.num_pieces; ++p) {
-    std::byte* in_stack = stack + slice.offset_bytes + p * slice.stride_bytes;
-    std::byte* in_row = row + p * slice.piece_bytes;
-    if (direction == Direction::kD2h) std::swap(in_stack, in_row);
-    pieces.push_back({in_stack, in_row, slice.piece_bytes});
+    std::byte* src = stack + slice.offset_bytes + p * slice.stride_bytes;
+    std::byte* dst = row + p * slice.piece_bytes;
+    if (direction == Direction::kD2h) std::swap(src, dst);
+    pieces.push_back({src, dst, slice.piece_bytes});
   }
   return pieces;
 }
 
-int32_t ReadIndex(AnyBuffer index) {
+StatusOr<offload::RowSlice> FindRow(std::string_view call, AnyBuffer stack,
+                                    AnyBuffer index, int64_t axis,
+                                    AnyBuffer row) {
+  TB_RETURN_IF_ERROR(CheckIndex(call, index));
   int32_t value = 0;
   std::memcpy(&value, index.untyped_data(), sizeof(value));
-  return value;
+  return CheckRow(call, stack, value, axis, row);
 }
 
-StatusOr<TransferPtr> FetchRow(std::string_view call, int device,
-                               AnyBuffer stack, AnyBuffer index, AnyBuffer row,
-                               int64_t axis) {
-  TB_RETURN_IF_ERROR(CheckIndex(call, index));
+Pieces FetchPieces(std::string_view call, AnyBuffer stack, AnyBuffer index,
+                   AnyBuffer row, int64_t axis) {
   TB_ASSIGN_OR_RETURN(const offload::RowSlice slice,
-                      CheckRow(call, stack, ReadIndex(index), axis, row));
-  return Transfer::Start(
-      Direction::kH2d, device,
-      RowPieces(slice, Bytes(stack), Bytes(row), Direction::kH2d));
+                      FindRow(call, stack, index, axis, row));
+  return RowPieces(slice, Bytes(stack), Bytes(row), Direction::kH2d);
 }
 
-StatusOr<TransferPtr> StoreRow(std::string_view call, int device,
-                               AnyBuffer stack, AnyBuffer index, AnyBuffer row,
-                               AnyBuffer result, int64_t axis) {
-  TB_RETURN_IF_ERROR(CheckIndex(call, index));
+/// Where the stack is not the result, copies it there first.
+Pieces StorePieces(std::string_view call, AnyBuffer stack, AnyBuffer index,
+                   AnyBuffer row, AnyBuffer result, int64_t axis) {
   TB_RETURN_IF_ERROR(CheckSameType(call, "stack", stack, "result", result));
   TB_ASSIGN_OR_RETURN(const offload::RowSlice slice,
-                      CheckRow(call, stack, ReadIndex(index), axis, row));
+                      FindRow(call, stack, index, axis, row));
   if (!IsShared(stack, result)) {
     TB_ASSIGN_OR_RETURN(const int64_t size_bytes, SizeBytes(stack));
-    std::memcpy(Bytes(result), Bytes(stack), size_bytes);
+    offload::CopyDirectly({{Bytes(stack), Bytes(result), size_bytes}});
   }
-  return Transfer::Start(
-      Direction::kD2h, device,
-      RowPieces(slice, Bytes(result), Bytes(row), Direction::kD2h));
+  return RowPieces(slice, Bytes(result), Bytes(row), Direction::kD2h);
 }
 
-/// The second half: `buffer` is what the start wrote to, `result` the same
-/// memory unless XLA dropped the alias.
+/// How it is moved: at once, or in two halves.
+
+Outcome Move(Direction direction, int device, Pieces pieces) {
+  if (!pieces.ok()) return pieces.status();
+  return Await(*Transfer::Start(direction, device, *std::move(pieces)));
+}
+
+Outcome Launch(Direction direction, int device, RunId run, Pieces pieces,
+               AnyBuffer result) {
+  if (!pieces.ok()) return pieces.status();
+  ProcessInFlight().Insert(
+      device, result.untyped_data(), run.run_id,
+      StagedTransfer::Start(direction, device, *std::move(pieces)));
+  return OkStatus();
+}
+
+/// `buffer` is what the start returned, `result` the same memory unless XLA
+/// dropped the alias.
 Outcome Done(std::string_view call, int device, RunId run, AnyBuffer buffer,
              AnyBuffer result) {
-  const TransferPtr transfer =
+  const InFlight::TransferPtr staged =
       ProcessInFlight().Take(device, buffer.untyped_data(), run.run_id);
-  if (transfer == nullptr) {
-    // The program ends here and its buffers go: nothing may still write.
-    for (const TransferPtr& other :
-         ProcessInFlight().TakeRun(device, run.run_id)) {
-      (void)other->Wait();
-    }
+  if (staged == nullptr) {
+    ProcessInFlight().DropRun(device, run.run_id);  // the program ends here
     return FailedPrecondition(
         std::string(call) + ": no transfer into this buffer is in flight (" +
         Describe(buffer) +
         "). Its start and its done were separated by a copy: both must be in "
         "one body, without a loop, cond, jit or checkpoint edge in between");
   }
-  if (IsShared(buffer, result)) return Await(transfer);
   const auto size_bytes = SizeBytes(buffer);
   if (!size_bytes.ok()) return size_bytes.status();
-  return Await(transfer,
-               [from = buffer.untyped_data(), to = result.untyped_data(),
-                size = *size_bytes] { std::memcpy(to, from, size); });
+  return Await(*staged->transfer(), [staged, from = Bytes(buffer),
+                                     to = Bytes(result), size = *size_bytes] {
+    staged->Land();
+    if (from != to) offload::CopyDirectly({{from, to, size}});
+  });
 }
 
+/// One handler a target.
+
 Outcome H2dCopy(int32_t device, AnyBuffer src, Result dst) {
-  return Finished(
-      Copy("turbobus_h2d_copy", Direction::kH2d, device, src, *dst));
+  return Move(Direction::kH2d, device,
+              WholePieces("turbobus_h2d_copy", src, *dst));
 }
 
 Outcome D2hCopy(int32_t device, AnyBuffer src, AnyBuffer out, Result dst) {
-  const Status same =
-      CheckSameType("turbobus_d2h_copy", "out", out, "result", *dst);
-  if (!same.ok()) return same;
-  return Finished(
-      Copy("turbobus_d2h_copy", Direction::kD2h, device, src, *dst));
-}
-
-Outcome D2hNewStart(int32_t device, RunId run, AnyBuffer src, Result dst) {
-  return Launched(
-      Copy("turbobus_d2h_new_start", Direction::kD2h, device, src, *dst),
-      device, dst->untyped_data(), run);
+  return Move(Direction::kD2h, device,
+              IntoPieces("turbobus_d2h_copy", src, out, *dst));
 }
 
 Outcome D2hNew(int32_t device, AnyBuffer src, Result dst) {
-  return Finished(Copy("turbobus_d2h_new", Direction::kD2h, device, src, *dst));
+  return Move(Direction::kD2h, device,
+              WholePieces("turbobus_d2h_new", src, *dst));
 }
-
-/// Memory that a later call fills: nothing to do.
-Outcome Buffer(AnyBuffer, Result) { return OkStatus(); }
 
 Outcome Fetch(int32_t device, AnyBuffer stack, AnyBuffer index, Result row,
               int64_t axis) {
-  return Finished(FetchRow("turbobus_fetch", device, stack, index, *row, axis));
+  return Move(Direction::kH2d, device,
+              FetchPieces("turbobus_fetch", stack, index, *row, axis));
 }
 
 Outcome Store(int32_t device, AnyBuffer stack, AnyBuffer index, AnyBuffer row,
               Result result, int64_t axis) {
-  return Finished(
-      StoreRow("turbobus_store", device, stack, index, row, *result, axis));
+  return Move(Direction::kD2h, device,
+              StorePieces("turbobus_store", stack, index, row, *result, axis));
 }
 
 Outcome H2dStart(int32_t device, RunId run, AnyBuffer src, Result dst) {
-  return Launched(
-      Copy("turbobus_h2d_start", Direction::kH2d, device, src, *dst), device,
-      dst->untyped_data(), run);
+  return Launch(Direction::kH2d, device, run,
+                WholePieces("turbobus_h2d_start", src, *dst), *dst);
 }
 
 Outcome D2hStart(int32_t device, RunId run, AnyBuffer src, AnyBuffer out,
                  Result dst) {
-  const Status same =
-      CheckSameType("turbobus_d2h_start", "out", out, "result", *dst);
-  if (!same.ok()) return same;
-  return Launched(
-      Copy("turbobus_d2h_start", Direction::kD2h, device, src, *dst), device,
-      dst->untyped_data(), run);
+  return Launch(Direction::kD2h, device, run,
+                IntoPieces("turbobus_d2h_start", src, out, *dst), *dst);
+}
+
+Outcome D2hNewStart(int32_t device, RunId run, AnyBuffer src, Result dst) {
+  return Launch(Direction::kD2h, device, run,
+                WholePieces("turbobus_d2h_new_start", src, *dst), *dst);
 }
 
 Outcome FetchStart(int32_t device, RunId run, AnyBuffer stack, AnyBuffer index,
                    Result row, int64_t axis) {
-  return Launched(
-      FetchRow("turbobus_fetch_start", device, stack, index, *row, axis),
-      device, row->untyped_data(), run);
+  return Launch(Direction::kH2d, device, run,
+                FetchPieces("turbobus_fetch_start", stack, index, *row, axis),
+                *row);
 }
 
 Outcome StoreStart(int32_t device, RunId run, AnyBuffer stack, AnyBuffer index,
                    AnyBuffer row, Result result, int64_t axis) {
-  return Launched(StoreRow("turbobus_store_start", device, stack, index, row,
-                           *result, axis),
-                  device, result->untyped_data(), run);
+  return Launch(
+      Direction::kD2h, device, run,
+      StorePieces("turbobus_store_start", stack, index, row, *result, axis),
+      *result);
 }
 
 Outcome H2dDone(int32_t device, RunId run, AnyBuffer buffer,
@@ -235,6 +230,9 @@ Outcome D2hDone(int32_t device, RunId run, AnyBuffer buffer,
                 xla::ffi::RemainingArgs, Result result) {
   return Done("turbobus_d2h_done", device, run, buffer, *result);
 }
+
+/// Memory that a later call fills: nothing to do.
+Outcome Buffer(AnyBuffer, Result) { return OkStatus(); }
 
 auto Bind() { return xla::ffi::Ffi::Bind().Ctx<xla::ffi::DeviceOrdinal>(); }
 

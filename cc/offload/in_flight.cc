@@ -1,30 +1,29 @@
 #include "offload/in_flight.h"
 
+#include <iterator>
+
 namespace turbobus::offload {
 
-InFlight::Transfers InFlight::Insert(int device, const void* buffer,
-                                     int64_t run_id,
-                                     std::shared_ptr<Transfer> transfer) {
-  Transfers abandoned;
+void InFlight::Insert(int device, const void* buffer, int64_t run_id,
+                      TransferPtr transfer) {
+  std::list<Entry> dropped;  // destroyed after the lock has been released
   const std::lock_guard lock(mutex_);
   std::list<Entry>& entries = entries_[{device, buffer}];
-  std::erase_if(entries, [&](Entry& entry) {
-    if (entry.run_id == run_id) return false;
-    abandoned.push_back(std::move(entry.transfer));
-    return true;
-  });
+  for (auto it = entries.begin(); it != entries.end();) {
+    const auto entry = it++;
+    if (entry->run_id != run_id) dropped.splice(dropped.end(), entries, entry);
+  }
   entries.push_back({run_id, std::move(transfer)});
-  return abandoned;
 }
 
-std::shared_ptr<Transfer> InFlight::Take(int device, const void* buffer,
-                                         int64_t run_id) {
+InFlight::TransferPtr InFlight::Take(int device, const void* buffer,
+                                     int64_t run_id) {
   const std::lock_guard lock(mutex_);
   const auto it = entries_.find({device, buffer});
   if (it == entries_.end()) return nullptr;
   for (auto entry = it->second.begin(); entry != it->second.end(); ++entry) {
     if (entry->run_id != run_id) continue;
-    std::shared_ptr<Transfer> transfer = std::move(entry->transfer);
+    TransferPtr transfer = std::move(entry->transfer);
     it->second.erase(entry);
     if (it->second.empty()) entries_.erase(it);
     return transfer;
@@ -32,20 +31,20 @@ std::shared_ptr<Transfer> InFlight::Take(int device, const void* buffer,
   return nullptr;
 }
 
-InFlight::Transfers InFlight::TakeRun(int device, int64_t run_id) {
-  Transfers taken;
+void InFlight::DropRun(int device, int64_t run_id) {
+  std::list<Entry> dropped;
   const std::lock_guard lock(mutex_);
   for (auto it = entries_.begin(); it != entries_.end();) {
     if (it->first.first == device) {
-      std::erase_if(it->second, [&](Entry& entry) {
-        if (entry.run_id != run_id) return false;
-        taken.push_back(std::move(entry.transfer));
-        return true;
-      });
+      std::list<Entry>& entries = it->second;
+      for (auto next = entries.begin(); next != entries.end();) {
+        const auto entry = next++;
+        if (entry->run_id == run_id)
+          dropped.splice(dropped.end(), entries, entry);
+      }
     }
     it = it->second.empty() ? entries_.erase(it) : std::next(it);
   }
-  return taken;
 }
 
 size_t InFlight::size() const {

@@ -7,41 +7,36 @@
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
 
-#include "offload/transfer.h"
+#include "offload/staged_transfer.h"
 
 namespace turbobus::offload {
 
 /// Transfers between their start and their done, found by the buffer they
-/// write to.
+/// are for.
 ///
-/// Thread-safe; never blocks. A transfer whose `done` never comes (its program
-/// failed in between) stays until `TakeRun`, or until the buffer's address is
-/// started anew in a later run: both callers must wait for what they are given
-/// before the memory is used for anything else.
+/// Thread-safe; never blocks. One whose done never comes (its program failed in
+/// between) is dropped when a later run starts one for the same address, or by
+/// `DropRun`; it touches no memory of the program.
 class InFlight {
  public:
-  using Transfers = std::vector<std::shared_ptr<Transfer>>;
+  using TransferPtr = std::shared_ptr<StagedTransfer>;
 
-  /// Returns what earlier runs left in flight on this buffer.
-  [[nodiscard]] Transfers Insert(int device, const void* buffer, int64_t run_id,
-                                 std::shared_ptr<Transfer> transfer);
+  void Insert(int device, const void* buffer, int64_t run_id,
+              TransferPtr transfer);
 
-  /// Removes and returns the oldest transfer of this run into `buffer`, or
-  /// null.
-  std::shared_ptr<Transfer> Take(int device, const void* buffer,
-                                 int64_t run_id);
+  /// Removes and returns this run's oldest transfer for `buffer`, or null.
+  TransferPtr Take(int device, const void* buffer, int64_t run_id);
 
-  /// Removes and returns all that `run_id` has in flight on `device`.
-  Transfers TakeRun(int device, int64_t run_id);
+  /// Forgets all that `run_id` has in flight on `device`.
+  void DropRun(int device, int64_t run_id);
 
   size_t size() const;
 
  private:
   struct Entry {
     int64_t run_id;
-    std::shared_ptr<Transfer> transfer;
+    TransferPtr transfer;
   };
   using Key = std::pair<int, const void*>;
 

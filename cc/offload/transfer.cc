@@ -6,8 +6,6 @@
 #include "transport/host/memory_copy.h"
 
 namespace turbobus::offload {
-namespace {
-
 void CopyDirectly(const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) {
     const auto size = static_cast<size_t>(piece.size_bytes);
@@ -22,6 +20,8 @@ void CopyDirectly(const std::vector<Piece>& pieces) {
   }
 }
 
+namespace {
+
 /// Whether a direct copy would hide something that the program should know: it
 /// asked to stop, or for what cannot be (a device that the topology lacks).
 bool IsForTheProgram(const Status& status) {
@@ -32,17 +32,23 @@ bool IsForTheProgram(const Status& status) {
 
 }  // namespace
 
-std::shared_ptr<Transfer> Transfer::Start(topo::Direction direction, int device,
-                                          std::vector<Piece> pieces) {
+std::shared_ptr<Transfer> Transfer::Start(
+    topo::Direction direction, int device, std::vector<Piece> pieces,
+    std::shared_ptr<const void> keep_alive) {
   std::erase_if(pieces, [](const Piece& p) { return p.size_bytes == 0; });
-  const std::shared_ptr<Transfer> transfer(new Transfer(std::move(pieces)));
   const std::shared_ptr<engine::Engine> engine = engine::ProcessEngine();
-  if (engine == nullptr || transfer->pieces_.empty()) {
-    CopyDirectly(transfer->pieces_);
-    transfer->Finish(OkStatus());
-  } else {
-    transfer->Submit(*engine, direction, device);
-  }
+  if (engine == nullptr || pieces.empty()) return CopyNow(std::move(pieces));
+  const std::shared_ptr<Transfer> transfer(
+      new Transfer(std::move(pieces), std::move(keep_alive)));
+  transfer->Submit(*engine, direction, device);
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Transfer::CopyNow(std::vector<Piece> pieces) {
+  const std::shared_ptr<Transfer> transfer(
+      new Transfer(std::move(pieces), nullptr));
+  CopyDirectly(transfer->pieces_);
+  transfer->Finish(OkStatus());
   return transfer;
 }
 

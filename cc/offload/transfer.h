@@ -21,6 +21,9 @@ struct Piece {
   int64_t size_bytes = 0;
 };
 
+/// memcpy, past the caches where that pays.
+void CopyDirectly(const std::vector<Piece>& pieces);
+
 /// A transfer of the host library: bytes between "device" and "host" memory of
 /// a CPU backend, over the process's engine if there is one, else by memcpy.
 ///
@@ -32,9 +35,14 @@ struct Piece {
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   /// Starts to move `pieces` for `device`. Returns at once if there is an
-  /// engine, else when the bytes are in place.
-  static std::shared_ptr<Transfer> Start(topo::Direction direction, int device,
-                                         std::vector<Piece> pieces);
+  /// engine, else when the bytes are in place. `keep_alive` lives as long as
+  /// someone may touch the pieces.
+  static std::shared_ptr<Transfer> Start(
+      topo::Direction direction, int device, std::vector<Piece> pieces,
+      std::shared_ptr<const void> keep_alive = nullptr);
+
+  /// Moves `pieces` by memcpy, whether there is an engine or not.
+  static std::shared_ptr<Transfer> CopyNow(std::vector<Piece> pieces);
 
   /// How it ended, or nothing while it is in flight.
   std::optional<Status> outcome() const;
@@ -48,13 +56,15 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Status Wait();
 
  private:
-  explicit Transfer(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+  Transfer(std::vector<Piece> pieces, std::shared_ptr<const void> keep_alive)
+      : pieces_(std::move(pieces)), keep_alive_(std::move(keep_alive)) {}
 
   void Submit(engine::Engine& engine, topo::Direction direction, int device);
   void PieceDone(const Status& status);
   void Finish(const Status& status);
 
   const std::vector<Piece> pieces_;
+  const std::shared_ptr<const void> keep_alive_;
   mutable std::mutex mutex_;
   std::condition_variable finished_;
   size_t num_pending_ = 0;                // guarded by mutex_

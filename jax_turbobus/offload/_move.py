@@ -4,14 +4,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._checks import (
     DEVICE,
     HOST,
-    KINDS,
     check_array,
     check_out,
     check_space,
@@ -116,20 +114,22 @@ def device_put(tree: Tree, space: Any) -> Tree:
     return jax.tree.map(put, tree)
 
 
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
 def _to_device(x: Any) -> Any:
     check_array("to_device", "x", x)
     check_space("to_device", "x", x, HOST)
-    return _bind(p.h2d_p, DEVICE, x)
+    if _compat.is_tracer(x):
+        _ffi.register()
+        return p.h2d_p.bind(x)
+    return _compiled(p.h2d_p.bind, x.sharding.with_memory_kind("device"))(x)
 
 
 def _to_host(x: Any) -> Any:
     check_array("to_host", "x", x)
     check_space("to_host", "x", x, DEVICE)
-    return _bind(p.d2h_p, HOST, x)
+    if _compat.is_tracer(x):
+        _ffi.register()
+        return p.d2h(x)
+    return _compiled(p.d2h, x.sharding.with_memory_kind("pinned_host"))(x)
 
 
 def _to_host_into(x: Any, out: Any) -> Any:
@@ -139,18 +139,11 @@ def _to_host_into(x: Any, out: Any) -> Any:
     if _compat.is_tracer(x) or _compat.is_tracer(out):
         _ffi.register()
         return p.d2h_into_p.bind(*vary_alike(x, out))
-    return _compiled(p.d2h_into_p, out.sharding, donate=(1,))(x, out)
-
-
-def _bind(primitive: Any, space: Any, x: Any) -> Any:
-    if _compat.is_tracer(x):
-        _ffi.register()
-        return primitive.bind(x)
-    return _compiled(primitive, x.sharding.with_memory_kind(KINDS[space]))(x)
+    return _compiled(p.d2h_into_p.bind, out.sharding, donate=(1,))(x, out)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Any, sharding: Any, donate: tuple[int, ...] = ()) -> Any:
+def _compiled(move: Any, sharding: Any, donate: tuple[int, ...] = ()) -> Any:
     """Returns the eager call, compiled once for each sharding, shape and dtype."""
     _ffi.register()
-    return jax.jit(primitive.bind, out_shardings=sharding, donate_argnums=donate)
+    return jax.jit(move, out_shardings=sharding, donate_argnums=donate)

@@ -70,7 +70,8 @@ class Transfer(NamedTuple):
     def to_host(cls, x: Any, out: Any = None) -> "Transfer":
         """Returns the transfer of `x` to host memory, to that of `out` if given."""
         if out is None:
-            return cls(p.d2h_start_p, (x,), (x,), "turbobus_d2h_done", {})
+            params = p.to_host_params()
+            return cls(p.d2h_start_p, (x,), (x,), "turbobus_d2h_done", params)
         operands = vary_alike(x, out)
         return cls(p.d2h_into_start_p, operands, operands[:1], "turbobus_d2h_done", {})
 

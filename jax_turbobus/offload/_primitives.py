@@ -22,6 +22,7 @@ from jax_turbobus import _compat
 from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
 
 __all__ = [
+    "d2h",
     "d2h_into_p",
     "d2h_into_start_p",
     "d2h_p",
@@ -36,6 +37,7 @@ __all__ = [
     "store_p",
     "store_start_p",
     "tie_p",
+    "to_host_params",
 ]
 
 DEVICE = jax.memory.Space.Device
@@ -314,21 +316,6 @@ store_start_p = _define(
 )
 
 
-def _place_on_host(context: Any, buffer: Any) -> Any:
-    rule = jax.ffi.ffi_lowering(
-        "annotate_device_placement",
-        api_version=1,
-        has_side_effect=True,
-        skip_ffi_layout_processing=True,
-        extra_attributes={
-            "mhlo.frontend_attributes": mlir.ir_attribute(
-                {"_xla_buffer_placement": "pinned_host"}
-            )
-        },
-    )
-    return rule(context, buffer)
-
-
 # A buffer like `x`, split like it. Neither is read: it holds anything.
 buffer_p = _define(
     "turbobus_buffer",
@@ -347,27 +334,39 @@ _register(
     leads=True,
     platform="cuda",
 )
-place_p: Any = Primitive("turbobus_place_on_host")
-place_p.def_abstract_eval(_to_host_aval)
-mlir.register_lowering(place_p, lambda context, buffer: [buffer], platform="cpu")
-mlir.register_lowering(place_p, _place_on_host, platform="cuda")
 
 
 def host_buffer_like(x: Any) -> Any:
     """Returns host memory of the shape, dtype and sharding of `x`, unwritten."""
-    return place_p.bind(buffer_p.bind(x))
+    return jax.device_put(buffer_p.bind(x), HOST)
+
+
+@functools.cache
+def to_host_params() -> dict[str, Any]:
+    """Returns the parameters that `d2h_p` and `d2h_start_p` are bound with.
+
+    JAX takes all results of a program to lie in device memory unless it finds a
+    `device_put` to another one in it, and looks for that in the jaxprs among an
+    operation's parameters, too. Here is one for it to find.
+    """
+    return {"moves": jax.make_jaxpr(lambda x: jax.device_put(x, HOST))(np.float32(0))}
+
+
+def d2h(x: Any) -> Any:
+    """Returns `x` in host memory that is made for it."""
+    return d2h_p.bind(x, **to_host_params())
 
 
 def _into_new_buffer(into_p: Any) -> Any:
     return mlir.lower_fun(
-        lambda x: into_p.bind(x, host_buffer_like(x)), multiple_results=False
+        lambda x, **_: into_p.bind(x, host_buffer_like(x)), multiple_results=False
     )
 
 
 d2h_p = _define(
     "turbobus_d2h",
     _to_host_aval,
-    lambda context, x: _ffi(context, "turbobus_d2h_new", [x]),
+    lambda context, x, **_: _ffi(context, "turbobus_d2h_new", [x]),
     _alike,
     platform="cpu",
 )
@@ -375,7 +374,7 @@ mlir.register_lowering(d2h_p, _into_new_buffer(d2h_into_p), platform="cuda")
 d2h_start_p = _define(
     "turbobus_d2h_start",
     _to_host_aval,
-    lambda context, x: _ffi(
+    lambda context, x, **_: _ffi(
         context, "turbobus_d2h_new_start", [x], has_side_effect=True
     ),
     _alike,

@@ -29,7 +29,7 @@ def _zeros(aval: Any) -> Any:
     axes = aval.manual_axis_type.varying
     if axes:
         zeros = jax.lax.pcast(zeros, tuple(axes), to="varying")
-    return p.d2h_p.bind(zeros) if aval.memory_space == p.HOST else zeros
+    return p.d2h(zeros) if aval.memory_space == p.HOST else zeros
 
 
 def _instantiate(tangent: Any) -> Any:
@@ -38,34 +38,38 @@ def _instantiate(tangent: Any) -> Any:
 
 # Copies.
 
-ad.deflinear2(p.h2d_p, lambda ct, x: [p.d2h_p.bind(ct)])
-ad.deflinear2(p.d2h_p, lambda ct, x: [p.h2d_p.bind(ct)])
+ad.deflinear2(p.h2d_p, lambda ct, x: [p.d2h(ct)])
+ad.deflinear2(p.d2h_p, lambda ct, x, **_: [p.h2d_p.bind(ct)])
 
 
-def _copy_jvp(primitive: Any, tangent_primitive: Any) -> Any:
+def _copy_jvp(primitive: Any, move_tangent: Any) -> Any:
     """Returns the rule: the tangent of operand 0 is moved, `out` has no say."""
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        result = primitive.bind(*primals)
+    def jvp(
+        primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
+        result = primitive.bind(*primals, **params)
         if isinstance(tangents[0], Zero):
             return result, _zero_like(result)
-        return result, tangent_primitive.bind(tangents[0])
+        return result, move_tangent(tangents[0])
 
     return jvp
 
 
 for _primitive, _tangent in (
-    (p.h2d_start_p, p.h2d_p),
-    (p.d2h_start_p, p.d2h_p),
-    (p.d2h_into_p, p.d2h_p),
-    (p.d2h_into_start_p, p.d2h_p),
+    (p.h2d_start_p, p.h2d_p.bind),
+    (p.d2h_start_p, p.d2h),
+    (p.d2h_into_p, p.d2h),
+    (p.d2h_into_start_p, p.d2h),
 ):
     ad.primitive_jvps[_primitive] = _copy_jvp(_primitive, _tangent)
 
 
 def _move_batch_dim(primitive: Any) -> Any:
-    def batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-        return primitive.bind(*args), dims[0]
+    def batch(
+        args: Sequence[Any], dims: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
+        return primitive.bind(*args, **params), dims[0]
 
     return batch
 

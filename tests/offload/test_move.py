@@ -1,15 +1,51 @@
 """to_device, to_host and device_put: whole arrays, under every transform."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_turbobus as tb
+from jax_turbobus import offload
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+# int1, uint1 and the 6-bit floats are refused (test_bad_input.py).
+DTYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
 
 
 def values(shape=(64, 64), dtype=jnp.float32, seed=0):
@@ -17,8 +53,15 @@ def values(shape=(64, 64), dtype=jnp.float32, seed=0):
     return jnp.asarray(bits).astype(dtype)
 
 
+def bits(x):
+    """The bytes of an array, so that NaN equals NaN and -0 differs from 0."""
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
+
+
 def assert_same(a, b):
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(bits(a), bits(b))
 
 
 def kind(x):
@@ -44,9 +87,103 @@ def test_an_eager_out_is_overwritten_and_donated():
     assert_same(result, x)
 
 
-def test_there_and_back_inside_jit():
-    x = values()
-    assert_same(jax.jit(lambda x: tb.to_device(tb.to_host(jnp.sin(x))))(x), jnp.sin(x))
+def test_a_donated_out_inside_jit_is_written_in_place():
+    x = values((256, 256))
+    out = tb.to_host(values((256, 256), seed=1))
+    address = out.unsafe_buffer_pointer()
+    result = jax.jit(tb.to_host, donate_argnums=1)(x, out)
+    assert result.unsafe_buffer_pointer() == address
+    assert kind(result) == "pinned_host"
+    assert_same(result, x)
+
+
+def test_an_undonated_out_inside_jit_stays_as_it_was():
+    x, other = values(), values(seed=1)
+    out = tb.to_host(other)
+    assert_same(jax.jit(tb.to_host)(x, out), x)
+    assert_same(out, other)
+
+
+def test_memory_kinds_are_what_the_types_say():
+    x, host = values(), tb.to_host(values())
+
+    def program(x, host):
+        results = tb.to_host(jnp.sin(x)), tb.to_device(host), tb.to_host(x, host)
+        assert [jax.typeof(r).memory_space for r in results] == [HOST, DEVICE, HOST]
+        return results
+
+    assert [kind(r) for r in jax.jit(program)(x, host)] == [
+        "pinned_host",
+        "device",
+        "pinned_host",
+    ]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_moves_bit_for_bit(name):
+    with jax.enable_x64(True):
+        dtype = jnp.dtype(name)
+        # 17 x 31: more than 512 bytes for most, and no whole number of bytes a row.
+        raw = np.random.default_rng(0).integers(-8, 8, (17, 31))
+        x = jnp.asarray(raw.astype(dtype))
+        host = tb.to_host(x)
+        assert_same(host, x)
+        assert_same(tb.to_device(host), x)
+        assert_same(tb.to_host(x, tb.to_host(jnp.zeros_like(x))), x)
+        there_and_back = jax.jit(
+            lambda x: tb.to_device(tb.to_host(x)) + jnp.zeros_like(x)
+        )
+        if name not in ("bool", "float8_e8m0fnu"):
+            assert_same(there_and_back(x), jax.jit(lambda x: x + jnp.zeros_like(x))(x))
+
+
+def test_packed_elements_write_no_byte_beyond_their_buffer():
+    # Three int4 buffers of odd length next to others, many times: a copy that took
+    # a byte an element would run over its end.
+    xs = [values((1001,), jnp.int4, seed) for seed in range(3)]
+    program = jax.jit(lambda xs: [tb.to_device(tb.to_host(x)) for x in xs])
+    for _ in range(50):
+        for x, y in zip(xs, program(xs), strict=True):
+            assert_same(x, y)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 5), (1,), (1, 1, 1)], ids=str)
+def test_shapes_of_no_or_one_element(shape):
+    x = jnp.ones(shape)
+    host = tb.to_host(x)
+    assert kind(host) == "pinned_host"
+    assert_same(host, x)
+    assert_same(tb.to_device(host), x)
+    assert_same(tb.to_host(x + 1, host), x + 1)
+    assert_same(jax.jit(lambda x: tb.to_device(tb.to_host(x)))(x), x)
+
+
+def test_keys_move_too():
+    key = jax.random.key(3)
+    host = tb.to_host(key)
+    assert kind(host) == "pinned_host"
+    assert_same(jax.random.key_data(tb.to_device(host)), jax.random.key_data(key))
+
+
+def test_trees_move_leaf_by_leaf():
+    tree = {"a": values(), "b": [values((3,)), None]}
+    host = tb.to_host(tree)
+    assert {kind(leaf) for leaf in jax.tree.leaves(host)} == {"pinned_host"}
+    back = tb.to_device(host)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    jax.tree.map(assert_same, back, tree)
+    jax.tree.map(assert_same, tb.to_host(tree, host), tree)
+
+
+def test_device_put_stands_in_for_jax():
+    tree = {"device": values(), "host": tb.to_host(values()), "numpy": np.ones(3)}
+    for space, expected in ((HOST, "pinned_host"), (DEVICE, "device")):
+        moved = tb.device_put(tree, space)
+        jax.tree.map(assert_same, moved, jax.device_put(tree, space))
+        assert {kind(leaf) for leaf in jax.tree.leaves(moved)} == {expected}
+    assert tb.device_put(tree, HOST)["host"] is tree["host"]
+    inside = jax.jit(lambda x: tb.device_put(tb.device_put(x * 2, HOST), DEVICE) + 1)
+    assert_same(inside(values()), values() * 2 + 1)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -62,13 +199,219 @@ def test_each_shard_moves_itself(axis_type, spec):
     assert tb.to_device(host).sharding == x.sharding
 
     def step(x, host):
-        return tb.to_host(3 * x, host), tb.to_device(host) + x
+        return tb.to_host(3 * x, host), tb.to_device(host) + x, tb.to_host(x + 1)
 
     compiled = jax.jit(step, donate_argnums=1).lower(x, host).compile()
     hlo = compiled.as_text()
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in hlo
-    tripled, doubled = compiled(x, host)
-    assert kind(tripled) == "pinned_host"
+    assert not [name for name in COLLECTIVES if name in hlo]
+    tripled, doubled, fresh = compiled(x, host)
+    assert kind(tripled) == kind(fresh) == "pinned_host"
+    assert kind(doubled) == "device"
+    assert tripled.sharding.is_equivalent_to(host.sharding, 2)
     assert_same(tripled, 3 * x)
     assert_same(doubled, 2 * x)
+    assert_same(fresh, x + 1)
+
+
+def test_a_reversed_mesh_moves_each_shard_to_its_own_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1], ("x",))
+    x = jax.device_put(values(), NamedSharding(mesh, P("x")))
+    back = jax.jit(lambda x: tb.to_device(tb.to_host(x)))(x)
+    for mine, theirs in zip(back.addressable_shards, x.addressable_shards, strict=True):
+        assert mine.device == theirs.device
+        assert_same(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("axis_names", [{"x", "y"}, {"x"}], ids=["manual", "partial"])
+def test_inside_shard_map(axis_names):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(values(), NamedSharding(mesh, P("x", None)))
+    host = tb.to_host(x)
+
+    def step(x, host):
+        moved = tb.to_device(host) + jax.lax.axis_index("x").astype(x.dtype)
+        return tb.to_host(2 * x, host), moved, tb.to_device(tb.to_host(jnp.sin(x)))
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
+        axis_names=axis_names,
+        check_vma=True,
+    )
+    doubled, moved, sine = jax.jit(mapped, donate_argnums=1)(x, host)
+    assert kind(doubled) == "pinned_host"
+    assert_same(doubled, 2 * x)
+    assert_same(moved, x + jnp.repeat(jnp.arange(4.0), 16)[:, None])
+    np.testing.assert_allclose(sine, jnp.sin(x), rtol=1e-6)
+
+
+def test_an_out_that_is_the_same_on_all_shards_is_declared_to_differ():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    out = jax.device_put(
+        jnp.zeros((8, 64)), NamedSharding(mesh, P(), memory_kind="pinned_host")
+    )
+    mapped = jax.shard_map(
+        tb.to_host, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
+    )
+    assert_same(jax.jit(mapped)(values(), out), values())
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_gradients_travel_the_other_way(transform):
+    x, host = values() / 100, tb.to_host(values(seed=1) / 100)
+
+    def ours(x, host):
+        return (tb.to_device(tb.to_host(jnp.sin(x))) * tb.to_device(host)).sum()
+
+    def theirs(x, host):
+        return (jnp.sin(x) * host).sum()
+
+    dx, dhost = jax.grad(transform(ours), argnums=(0, 1))(x, host)
+    assert kind(dx) == "device"
+    assert kind(dhost) == "pinned_host"
+    expected = jax.grad(theirs, argnums=(0, 1))(x, tb.to_device(host))
+    np.testing.assert_allclose(dx, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(dhost, expected[1], rtol=1e-6)
+
+
+def test_an_out_has_no_gradient():
+    x, out = values(), tb.to_host(values(seed=1))
+
+    def loss(x, out):
+        return (tb.to_device(tb.to_host(x, out)) ** 2).sum()
+
+    dx, dout = jax.grad(loss, argnums=(0, 1))(x, out)
+    assert_same(dx, 2 * x)
+    assert_same(dout, jnp.zeros_like(x))
+
+
+def test_forward_mode_moves_tangents():
+    x = values()
+    out, tangent = jax.jvp(lambda x: tb.to_device(tb.to_host(x)), (x,), (2 * x,))
+    assert_same(out, x)
+    assert_same(tangent, 2 * x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap(axis):
+    x = values((6, 7, 128))
+    host, out = tb.to_host(x), tb.to_host(jnp.zeros_like(x))
+    over = functools.partial(jax.vmap, in_axes=axis, out_axes=axis)
+    assert_same(over(tb.to_device)(host), x)
+    moved = jax.jit(over(tb.to_host))(x, out)
+    assert kind(moved) == "pinned_host"
+    assert_same(moved, x)
+    # x mapped over another axis than out.
+    transposed = jax.vmap(tb.to_host, in_axes=(2, 0))(jnp.moveaxis(x, 0, 2), out)
+    assert_same(transposed, x)
+
+
+def test_scan_carries_and_emits_host_arrays():
+    x, host = values(), tb.to_host(values(seed=1))
+
+    # The host array comes first: JAX gives a donated argument to the first result
+    # of its shape, whatever the memory (docs/offload.md, "Sharp bits").
+    def body(carry, i):
+        host, x = carry
+        fetched = tb.to_device(host)
+        host = tb.to_host(x + i, host)
+        return (host, jnp.tanh(fetched) + x), fetched
+
+    def reference(carry, i):
+        stored, x = carry
+        return (x + i, jnp.tanh(stored) + x), stored
+
+    steps = jnp.arange(5.0)
+    run = jax.jit(lambda h, x: jax.lax.scan(body, (h, x), steps), donate_argnums=0)
+    (host_last, x_last), seen = run(host, x)
+    expected = jax.lax.scan(reference, (values(seed=1), x), steps)
+    assert kind(host_last) == "pinned_host"
+    np.testing.assert_allclose(host_last, expected[0][0], rtol=1e-6)
+    np.testing.assert_allclose(x_last, expected[0][1], rtol=1e-6)
+    np.testing.assert_allclose(seen, expected[1], rtol=1e-6)
+
+
+def test_a_host_stack_as_scan_xs_can_be_differentiated():
+    stack = values((4, 32, 32)) / 100
+    x = values((8, 32), seed=1) / 100
+
+    def loss(move, stack, x):
+        body = jax.checkpoint(lambda c, w: (jnp.tanh(c @ move(w)), None))
+        return (jax.lax.scan(body, x, stack)[0] ** 2).sum()
+
+    ours = jax.jit(jax.grad(functools.partial(loss, tb.to_device)))(
+        tb.to_host(stack), x
+    )
+    theirs = jax.grad(functools.partial(loss, lambda w: w))(stack, x)
+    assert kind(ours) == "pinned_host"
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_among_collectives_in_a_larger_program():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(values((64, 64)) / 100, NamedSharding(mesh, P("x")))
+
+    def step(x, move):
+        for k in range(6):
+            moved = move(jnp.sin(x * (k + 1)))
+            x = jnp.tanh(moved + jax.lax.psum(x, "x")) + jax.lax.ppermute(
+                moved, "x", [(i, (i + 1) % 8) for i in range(8)]
+            )
+        return x
+
+    def run(move):
+        mapped = jax.shard_map(
+            lambda x: step(x, move), mesh=mesh, in_specs=P("x"), out_specs=P("x")
+        )
+        return jax.jit(mapped)(x)
+
+    expected = run(lambda y: y)
+    for _ in range(5):
+        ours = run(lambda y: tb.to_device(tb.to_host(y)))
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
+def test_ahead_of_time():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    on_device = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    on_host = on_device.update(sharding=sharding.with_memory_kind("pinned_host"))
+    compiled = jax.jit(
+        lambda x, h: tb.to_host(x * tb.to_device(h), h), donate_argnums=1
+    )
+    compiled = compiled.lower(on_device, on_host).compile()
+    x = jax.device_put(values(), sharding)
+    result = compiled(x, tb.to_host(x))
+    assert kind(result) == "pinned_host"
+    assert_same(result, x * x)
+
+
+@pytest.mark.parametrize("mesh_kind", ["none", "explicit", "shard_map"])
+def test_export_round_trip(mesh_kind):
+    def step(x, host):
+        return tb.to_host(2 * x, host), tb.to_device(host) + x
+
+    x, program = values(), step
+    if mesh_kind != "none":
+        explicit = mesh_kind == "explicit"
+        axis_type = AxisType.Explicit if explicit else AxisType.Auto
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+        x = jax.device_put(x, NamedSharding(mesh, P("x")))
+        if not explicit:
+            program = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    exported = export.export(jax.jit(program), disabled_checks=offload.export_checks())(
+        x, tb.to_host(x)
+    )
+    assert [a.memory_space for a in exported.out_avals] == [HOST, DEVICE]
+    again = export.deserialize(exported.serialize())
+    doubled, summed = jax.jit(again.call)(x, tb.to_host(x))
+    assert kind(doubled) == "pinned_host"
+    assert_same(doubled, 2 * x)
+    assert_same(summed, 2 * x)
+
+
+def test_under_disable_jit():
+    with jax.disable_jit():
+        assert_same(tb.to_device(tb.to_host(values())), values())
