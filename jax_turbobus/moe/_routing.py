@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_turbobus.moe import _matching
+from jax_turbobus.moe._choice import choose_schedule
 from jax_turbobus.moe._matching import AxisName, Group
 
 __all__ = ["SCHEDULES", "Routing", "check_arrays", "routing_of"]
 
 # In the order of `Schedule` in cc/moe/traffic.h.
 SCHEDULES = ("packed", "broadcast", "direct", "relay")
+
+# What "auto" chooses from where all ranks are connected alike.
+_AUTOMATIC = ("packed", "broadcast")
 
 _MOST_ROWS = np.iinfo(np.int32).max
 
@@ -173,7 +177,15 @@ def routing_of(
             f" {', '.join(map(repr, SCHEDULES))}, got {schedule!r}"
         )
     if schedule == "auto":
-        schedule = "packed"
+        schedule = choose_schedule(
+            tokens_per_rank=num_tokens,
+            hidden=max(1, hidden),
+            num_experts=num_experts,
+            top_k=max(1, top_k),
+            num_ranks=num_ranks,
+            dtype=dtype,
+            schedules=_AUTOMATIC,
+        ).schedule
     return Routing(
         group=group,
         num_experts=num_experts,
