@@ -23,12 +23,18 @@ class Backlog {
     since_ns_ = now_ns;
   }
 
-  /// When a block issued now would start to be served; never before `now_ns`.
-  /// What is overdue by x is expected to take another x.
+  /// When a block issued now would start to be served, if those before it are
+  /// on time; never before `now_ns`.
   int64_t FreeAt(int64_t now_ns) const {
-    if (queued_ns_ == 0) return now_ns;
-    const int64_t expected_ns = since_ns_ + queued_ns_;
-    return now_ns + std::max(expected_ns - now_ns, now_ns - expected_ns);
+    return queued_ns_ == 0 ? now_ns : std::max(now_ns, since_ns_ + queued_ns_);
+  }
+
+  /// The same, but what is overdue by x is expected to take another x.
+  int64_t FreeAtIfLate(int64_t now_ns) const {
+    const int64_t free_ns = FreeAt(now_ns);
+    return queued_ns_ == 0 || free_ns > now_ns
+               ? free_ns
+               : now_ns + (now_ns - (since_ns_ + queued_ns_));
   }
 
   /// When the block in service began, if there is one.

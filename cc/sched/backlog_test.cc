@@ -27,8 +27,10 @@ TEST(BacklogTest, TheRestIsCountedFromTheLastCompletion) {
 TEST(BacklogTest, WhatIsOverdueIsExpectedToTakeAsLongAgain) {
   Backlog backlog;
   backlog.Add(0, 10);
-  EXPECT_EQ(backlog.FreeAt(10), 10);
-  EXPECT_EQ(backlog.FreeAt(14), 18);
+  EXPECT_EQ(backlog.FreeAtIfLate(3), 10);
+  EXPECT_EQ(backlog.FreeAtIfLate(10), 10);
+  EXPECT_EQ(backlog.FreeAtIfLate(14), 18);
+  EXPECT_EQ(backlog.FreeAt(14), 14);
 }
 
 }  // namespace

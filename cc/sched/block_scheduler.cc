@@ -192,7 +192,7 @@ BlockScheduler::InFlight BlockScheduler::Retire(InFlight& in_flight,
   Lane& lane = tables_.lanes[retired.lane];
   HostLink& link = tables_.links[lane.host_link];
   lane.backlog.Remove(now_ns, retired.service_ns);
-  link.backlog.Remove(now_ns, retired.service_ns);
+  link.backlog.Remove(now_ns, link.ServiceNs(retired.extent.size_bytes));
   lane.in_flight_bytes -= retired.extent.size_bytes;
   --lane.num_in_flight;
   if (lane.num_in_flight == 0) CountActive(lane, -1);
@@ -219,7 +219,8 @@ void BlockScheduler::LearnLateness(const InFlight& in_flight, int64_t now_ns) {
   const int64_t start_ns = std::max(in_flight.issue_ns, before.since_ns());
   const int64_t latency_ns =
       start_ns == in_flight.issue_ns ? lane.latency_ns : 0;
-  const double stretch = std::max(in_flight.stretch, Stretch(tables_, lane));
+  const double stretch =
+      std::max(in_flight.cap_stretch, CapStretch(tables_, lane));
   const auto service_ns = static_cast<int64_t>(static_cast<double>(size_bytes) *
                                                lane.ns_per_byte * stretch);
   const bool is_changed = lane.late.Record(

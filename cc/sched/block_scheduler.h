@@ -50,7 +50,7 @@ class BlockScheduler final : public Scheduler {
     int64_t issue_ns = 0;
     int64_t service_ns = 0;
     /// What shared caps were expected to cost it.
-    double stretch = 1;
+    double cap_stretch = 1;
   };
 
   // Queues (block_scheduler_queues.cc): which lists a transfer is in.
@@ -88,9 +88,9 @@ class BlockScheduler final : public Scheduler {
   std::optional<Choice> ChooseOwn(int link, int64_t now_ns);
   std::optional<Choice> ChooseRelayed(int link, int64_t now_ns);
   std::optional<Choice> DirectTakes(Queue& queue, int64_t now_ns);
-  std::optional<Choice> RelayTakes(int lane, int num_sharing, int64_t now_ns);
+  std::optional<Choice> RelayTakes(int lane, int64_t now_ns);
   bool IsWorthRelaying(const Choice& choice, int64_t now_ns) const;
-  bool IsOpen(int lane, int64_t size_bytes, int num_sharing, int64_t now_ns);
+  bool IsOpen(int lane, int64_t size_bytes, int64_t now_ns);
   bool IsAnyRelayOpen(const Queue& queue, int64_t now_ns);
   int NumSharing(const HostLink& link) const;
   Piece DirectPiece(const TransferState& transfer, int lane, int64_t now_ns);

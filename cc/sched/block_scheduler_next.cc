@@ -112,9 +112,9 @@ std::optional<BlockScheduler::Choice> BlockScheduler::DirectTakes(
 
 std::optional<BlockScheduler::Choice> BlockScheduler::ChooseRelayed(
     int link, int64_t now_ns) {
-  const HostLink& l = tables_.links[link];
+  HostLink& l = tables_.links[link];
   if (tables_.config.mode == Mode::kLockStep && l.slot == slot_) return {};
-  const int num_sharing = NumSharing(l);
+  l.num_sharing = NumSharing(l);
   std::optional<Choice> best;
   for (int lane : l.borrowers) {
     const Queue& queue = tables_.queues[tables_.lanes[lane].queue];
@@ -123,7 +123,7 @@ std::optional<BlockScheduler::Choice> BlockScheduler::ChooseRelayed(
     if (best && sequence(queue.relayable.front()) > sequence(best->transfer)) {
       continue;
     }
-    const auto choice = RelayTakes(lane, num_sharing, now_ns);
+    const auto choice = RelayTakes(lane, now_ns);
     if (choice &&
         (!best || sequence(choice->transfer) < sequence(best->transfer))) {
       best = choice;
@@ -133,7 +133,7 @@ std::optional<BlockScheduler::Choice> BlockScheduler::ChooseRelayed(
 }
 
 std::optional<BlockScheduler::Choice> BlockScheduler::RelayTakes(
-    int lane, int num_sharing, int64_t now_ns) {
+    int lane, int64_t now_ns) {
   const Lane& l = tables_.lanes[lane];
   Queue& queue = tables_.queues[l.queue];
   for (int t = queue.relayable.front(); t != kNone;
@@ -142,7 +142,7 @@ std::optional<BlockScheduler::Choice> BlockScheduler::RelayTakes(
                            .transfer = t,
                            .piece = RelayPiece(tables_.transfers[t], lane)};
     if (choice.piece.size_bytes == 0) continue;
-    if (!IsOpen(lane, choice.piece.size_bytes, num_sharing, now_ns)) return {};
+    if (!IsOpen(lane, choice.piece.size_bytes, now_ns)) return {};
     if (IsWorthRelaying(choice, now_ns)) return choice;
     queue.deferred_links.Add(l.host_link);
     queue.has_deferred = true;
@@ -166,8 +166,7 @@ bool BlockScheduler::IsWorthRelaying(const Choice& choice,
                              finish_ns, now_ns);
 }
 
-bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int num_sharing,
-                            int64_t now_ns) {
+bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int64_t now_ns) {
   const Lane& l = tables_.lanes[lane];
   const HostLink& link = tables_.links[l.host_link];
   const bool is_orphan = tables_.queues[l.queue].is_orphan();
@@ -179,8 +178,8 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int num_sharing,
       return false;
     }
   }
-  const int64_t share_bytes =
-      std::min(l.window_bytes, link.relay_window_bytes / num_sharing);
+  const int64_t share_bytes = std::min(
+      l.window_bytes, link.relay_window_bytes / std::max(1, link.num_sharing));
   if (l.num_in_flight > 0 && l.in_flight_bytes + size_bytes > share_bytes) {
     return false;
   }
@@ -196,10 +195,8 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int num_sharing,
 }
 
 bool BlockScheduler::IsAnyRelayOpen(const Queue& queue, int64_t now_ns) {
-  return std::any_of(queue.relays.begin(), queue.relays.end(), [&](int lane) {
-    const HostLink& link = tables_.links[tables_.lanes[lane].host_link];
-    return IsOpen(lane, 1, std::max(1, NumSharing(link)), now_ns);
-  });
+  return std::any_of(queue.relays.begin(), queue.relays.end(),
+                     [&](int lane) { return IsOpen(lane, 1, now_ns); });
 }
 
 int BlockScheduler::NumSharing(const HostLink& link) const {
@@ -297,7 +294,6 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
   HostLink& link = tables_.links[lane.host_link];
   const Extent extent = Take(transfer, choice.piece);
   const int64_t size_bytes = extent.size_bytes;
-  const double stretch = Stretch(tables_, lane);
 
   if (free_in_flight_.empty()) {
     free_in_flight_.push_back(static_cast<int>(in_flight_.size()));
@@ -312,8 +308,9 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
       .lane = choice.lane,
       .extent = extent,
       .issue_ns = now_ns,
-      .service_ns = lane.ServiceNs(size_bytes, stretch) + lane.NextLatencyNs(),
-      .stretch = stretch};
+      .service_ns = lane.ServiceNs(size_bytes, Stretch(tables_, lane)) +
+                    lane.NextLatencyNs(),
+      .cap_stretch = CapStretch(tables_, lane)};
   ++num_in_flight_;
   ++transfer.num_in_flight;
 
@@ -323,7 +320,7 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
     link.relay_in_flight_bytes += size_bytes;
   }
   lane.backlog.Add(now_ns, in_flight.service_ns);
-  link.backlog.Add(now_ns, in_flight.service_ns);
+  link.backlog.Add(now_ns, link.ServiceNs(size_bytes));
   lane.in_flight_bytes += size_bytes;
   ++lane.num_in_flight;
   ++lane.num_issued_blocks;

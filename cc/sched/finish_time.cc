@@ -111,7 +111,7 @@ double CapShare(const Tables& tables, const Lane& lane) {
   return std::max(share, 0.0);
 }
 
-double Stretch(const Tables& tables, const Lane& lane) {
+double CapStretch(const Tables& tables, const Lane& lane) {
   double stretch = 1;
   for (int c : lane.caps) {
     const Cap& cap = tables.caps[c];
@@ -124,8 +124,16 @@ double Stretch(const Tables& tables, const Lane& lane) {
   return stretch;
 }
 
+double Stretch(const Tables& tables, const Lane& lane) {
+  const double cap_stretch = CapStretch(tables, lane);
+  if (!lane.is_relay) return cap_stretch;
+  const HostLink& link = tables.links[lane.host_link];
+  return std::max(cap_stretch,
+                  link.num_sharing * link.ns_per_byte / lane.ns_per_byte);
+}
+
 int64_t StartNs(const Tables& tables, const Lane& lane, int64_t now_ns) {
-  return std::max(lane.backlog.FreeAt(now_ns),
+  return std::max(lane.backlog.FreeAtIfLate(now_ns),
                   tables.links[lane.host_link].backlog.FreeAt(now_ns));
 }
 

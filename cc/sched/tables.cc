@@ -121,6 +121,12 @@ class Builder {
         queue.relay_links.Add(tables_.lanes[lane].host_link);
       }
     }
+    for (const Lane& lane : tables_.lanes) {
+      HostLink& link = tables_.links[lane.host_link];
+      if (link.ns_per_byte == 0 || lane.ns_per_byte < link.ns_per_byte) {
+        link.ns_per_byte = lane.ns_per_byte;
+      }
+    }
   }
 
  private:

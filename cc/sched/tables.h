@@ -131,7 +131,12 @@ struct Queue {
 struct HostLink {
   std::vector<int> queues;
   std::vector<int> borrowers;
+  /// Of the fastest lane that uses it: a block that is slow for other reasons
+  /// takes no more of the link than its bytes.
+  double ns_per_byte = 0;
   Backlog backlog;
+  /// Borrowers with something to copy or in flight.
+  int num_sharing = 0;
   /// The relay's staging, shared by the borrowers.
   int64_t relay_window_bytes = 0;
   int64_t relay_in_flight_bytes = 0;
@@ -141,6 +146,10 @@ struct HostLink {
   IndexList<TransferState, &TransferState::token> token;
   /// Lock-step: the last slot in which the link got a block.
   int64_t slot = -1;
+
+  int64_t ServiceNs(int64_t size_bytes) const {
+    return static_cast<int64_t>(static_cast<double>(size_bytes) * ns_per_byte);
+  }
 };
 
 /// Everything that the scheduler knows; the rules in finish_time.h read it.

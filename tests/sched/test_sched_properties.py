@@ -12,7 +12,6 @@ from jax_turbobus.sim._types import Transfer
 
 from ._nodes import BLOCK, CHUNK, MS, RATE, SIZES, nodes, transfers_for
 
-
 settings = hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
 
 
