@@ -8,9 +8,6 @@
 namespace turbobus::sched {
 namespace {
 
-/// Lock-step: relays that would move less than this part of a block in a slot
-/// stay out of it; sizes are multiples of it.
-constexpr int64_t kSlotParts = 16;
 /// A probe is this part of a block, so that a busy relay loses little time to
 /// it.
 constexpr int64_t kProbeParts = 4;
@@ -211,14 +208,18 @@ int BlockScheduler::NumSharing(const HostLink& link) const {
 
 int64_t BlockScheduler::MaxBytes(const TransferState& transfer,
                                  const Lane& lane) const {
-  int64_t bytes = transfer.block_bytes;
-  if (tables_.config.mode == Mode::kLockStep) {
-    double share = std::min(
-        1.0, slot_ns_per_byte_ / (lane.ns_per_byte * lane.late.lateness()));
-    if (lane.is_relay && !tables_.queues[lane.queue].is_orphan()) {
-      share = std::min(share, CapShare(tables_, lane));
+  double share = 1;
+  if (!tables_.queues[lane.queue].is_orphan()) {
+    share = lane.block_part;
+    if (tables_.config.mode == Mode::kLockStep) {
+      share = std::min(
+          share, slot_ns_per_byte_ / (lane.ns_per_byte * lane.late.lateness()));
+      if (lane.is_relay) share = std::min(share, CapShare(tables_, lane));
     }
-    const int64_t part = std::max<int64_t>(bytes / kSlotParts, 1);
+  }
+  int64_t bytes = transfer.block_bytes;
+  if (share < 1) {
+    const int64_t part = std::max<int64_t>(bytes / kBlockParts, 1);
     const auto num_parts = static_cast<int64_t>(
         share * static_cast<double>(bytes) / static_cast<double>(part) + 0.01);
     if (num_parts == 0 && lane.is_relay) return 0;
@@ -316,6 +317,8 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
 
   if (lane.num_in_flight == 0) CountActive(lane, 1);
   if (lane.is_relay) {
+    // What is left may now fit into the direct lane's window.
+    own_marks_.Add(tables_.queues[lane.queue].host_link);
     ChargeCaps(tables_, lane, size_bytes, now_ns);
     link.relay_in_flight_bytes += size_bytes;
   }

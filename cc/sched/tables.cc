@@ -121,11 +121,21 @@ class Builder {
         queue.relay_links.Add(tables_.lanes[lane].host_link);
       }
     }
-    for (const Lane& lane : tables_.lanes) {
+    for (Lane& lane : tables_.lanes) {
       HostLink& link = tables_.links[lane.host_link];
       if (link.ns_per_byte == 0 || lane.ns_per_byte < link.ns_per_byte) {
         link.ns_per_byte = lane.ns_per_byte;
       }
+      const int direct = tables_.queues[lane.queue].direct;
+      if (!lane.is_relay || direct == kNone) continue;
+      lane.block_part =
+          std::min(1.0, kMaxRelayBlockTime * tables_.lanes[direct].ns_per_byte /
+                            lane.ns_per_byte);
+      // Two blocks: one that moves and one behind it.
+      const double ahead = 2.0 * lane.block_part *
+                           static_cast<double>(tables_.config.block_bytes);
+      lane.window_bytes = std::min(lane.window_bytes,
+                                   std::max<int64_t>(std::llround(ahead), 1));
     }
   }
 

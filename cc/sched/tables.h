@@ -15,6 +15,13 @@ namespace turbobus::sched {
 
 inline constexpr int kNone = -1;
 
+/// Blocks are cut for slow lanes in multiples of this part of them; a relay
+/// that is too slow for one part is not used.
+inline constexpr int kBlockParts = 16;
+/// A relay's block takes at most this much longer than the direct lane's: what
+/// has been issued cannot be taken back when others come to use the link.
+inline constexpr double kMaxRelayBlockTime = 2;
+
 /// Bytes that were issued once and have to be issued again.
 struct Extent {
   int64_t offset_bytes = 0;
@@ -75,6 +82,8 @@ struct Lane {
   int64_t rate_bytes_per_s = 0;
   int64_t latency_ns = 0;
   int64_t window_bytes = 0;
+  /// What it copies of a block, where it is much slower than the direct lane.
+  double block_part = 1;
   std::vector<int> caps;
 
   Backlog backlog;

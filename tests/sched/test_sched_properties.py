@@ -1,6 +1,7 @@
 """What must hold for any node, any transfers, and any order of events."""
 
 import collections
+import dataclasses
 
 import hypothesis
 from hypothesis import given
@@ -24,6 +25,7 @@ class Watched(CoreScheduler):
         self.left = {}
         self.transfers = {}
         self.in_flight = {}
+        self.expected_ns = collections.Counter()
         self.log = []
 
     def submit(self, index, transfer, now_ns):
@@ -41,11 +43,20 @@ class Watched(CoreScheduler):
         self.native.rescan()
         more = super().drain(now_ns)
         busy = {block.lane for block in [*self.in_flight.values(), *blocks]}
-        # Time alone can make it worth while to queue a block behind another.
-        idled = [block for block in more if block.lane not in busy]
+        # Time alone can make it worth while to queue a block behind another, or
+        # to help a direct lane that is late.
+        idled = [
+            block
+            for block in more
+            if block.lane not in busy and not self.is_late(block, now_ns)
+        ]
         assert not idled, "a lane idled while work waited"
         blocks += more
         for block in blocks:
+            lane = self.node.lanes[block.lane]
+            service_ns = block.size_bytes / (self.node.rate(lane) * RATE) * 1e9
+            start_ns = max(now_ns, self.expected_ns[block.lane])
+            self.expected_ns[block.lane] = start_ns + service_ns
             self.left[block.transfer] -= block.size_bytes
             self.in_flight[block.id] = block
             self.log.append(("issue", block.transfer, block))
@@ -53,6 +64,14 @@ class Watched(CoreScheduler):
         if not self.node.is_lock_step:
             self.check_direct_lanes_work()
         return blocks
+
+    def is_late(self, block, now_ns):
+        """Whether the direct lane of the block's queue is overdue."""
+        lane = self.node.lanes[block.lane]
+        direct = self.node.lanes.index(
+            dataclasses.replace(lane, link=lane.gpu, fabric=None)
+        )
+        return self.bytes_on(direct) > 0 and now_ns >= self.expected_ns[direct]
 
     def bytes_on(self, lane):
         return sum(b.size_bytes for b in self.in_flight.values() if b.lane == lane)
