@@ -98,6 +98,16 @@ def test_without_a_topology_every_device_has_a_link_of_its_own(mode):
     assert stats.bytes_by_link() == {"memory0 numa0>cpu0": 4 * MIB}
 
 
+def test_a_device_that_the_topology_has_no_gpu_for_is_an_error_that_names_it():
+    jax_turbobus.configure(topology="2xh200")
+    sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[5], memory_kind="pinned_host"
+    )
+    x = jax.device_put(jnp.ones(100_000), sharding)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no lane serves gpu 5"):
+        jax.block_until_ready(jax.jit(jax_turbobus.to_device)(x))
+
+
 def test_configured_restores_what_was_before():
     jax_turbobus.configure(topology="dgx-v100")
     with jax_turbobus.configured(topology="2xh200", pooled=False) as inner:
