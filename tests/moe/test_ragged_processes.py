@@ -42,7 +42,8 @@ PROGRAM = textwrap.dedent(
     values = np.arange(4 * rows * hidden, dtype=np.float32).reshape(4, rows, hidden)
     x = jax.make_array_from_callback(
         values.shape, NamedSharding(mesh, spec), lambda index: values[index])
-    y, dx = jax.jit(jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    layer = jax.shard_map(per_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+    y, dx = jax.jit(layer)(x)
 
     want, want_dx = np.full_like(values, -1.0), np.zeros_like(values)
     begin = [0, 0, 1, 3]
