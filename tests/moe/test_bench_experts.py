@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jax_turbobus import moe
 from jax_turbobus.__main__ import main
-from jax_turbobus.bench import experts, peers, routing
+from jax_turbobus.bench import _layer, experts, peers, routing
 from jax_turbobus.moe._traffic import PEERS, ExchangeShape
 
 RANKS = 4
@@ -31,11 +31,11 @@ def layer(route="uniform", dtype="float32", capacity=None, factor=1.25, **sizes)
     case = peers.Case(shape=shape, recv_capacity=capacity, capacity_factor=factor)
     mesh = Mesh(np.array(jax.devices()[:RANKS]), (case.axis_name,))
     ids = routing.expert_ids(route, shape, seed=3)
-    return experts.Layer.make(case, mesh, ids, seed=4)
+    return _layer.Layer.make(case, mesh, ids, seed=4)
 
 
 EVERYONE = {
-    "ours": experts.ours(),
+    "ours": _layer.ours(),
     # XLA does not implement its own on CPU devices: our drop-in, under the same code.
     **peers.EXACT | {"ragged_all_to_all": peers.ragged(moe.ragged_all_to_all)},
     **peers.DROPPING,
@@ -143,7 +143,8 @@ SMALL += ["--slack", "1.5"]
 def test_the_bench_runs_and_records(tmp_path, capsys):
     file = tmp_path / "experts.json"
     only = "allgather_filter,ragged_all_to_all,capacity_scatter"
-    command = ["bench", "experts", *SMALL, "--only", only, "--json", str(file)]
+    command = ["bench", "experts", *SMALL, "--schedule", "packed", "--only", only]
+    command += ["--json", str(file)]
     assert main([*command, "--no-check"]) == 0
     rows = json.loads(file.read_text())["rows"]
     text = capsys.readouterr().out
@@ -181,7 +182,7 @@ def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
 def test_volume_is_what_exchanges_count(schedule):
     this = layer("zipf:1.0")
     shape = this.case.shape
-    forward = this.forward(experts.ours(schedule))
+    forward = this.forward(_layer.ours(schedule))
     moe.reset_exchange_stats()
     forward()
     counted = {kind.op: kind for kind in moe.exchange_stats()}
