@@ -1,6 +1,5 @@
 """`configure`, its environment variables, and what a fork and an exit leave."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -167,51 +166,6 @@ def test_bad_arguments_name_themselves_and_change_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         jax_turbobus.configure(**arguments)
     assert config.current() == before
-
-
-def test_trace_writes_what_perfetto_opens(tmp_path):
-    jax_turbobus.configure(
-        topology="2xh200", emulate=True, rate_scale=0.01, block_bytes=MIB, trace=True
-    )
-    to_device_under_jit(2 * MIB)
-    path = tmp_path / "trace.json"
-    num_events = jax_turbobus.trace(path)
-    events = json.loads(path.read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    blocks = [event for event in slices if event["cat"] == "block"]
-    (transfer,) = [event for event in slices if event["cat"] == "transfer"]
-    assert num_events == 1 + len({b["args"]["offset_bytes"] for b in blocks})
-    # One hop each block, or two; together every byte once.
-    offsets = {b["args"]["offset_bytes"]: b["args"]["size_bytes"] for b in blocks}
-    assert sum(offsets.values()) == transfer["args"]["size_bytes"] == 8 * MIB
-    for block in blocks:
-        assert block["ts"] >= transfer["ts"]
-        assert block["ts"] + block["dur"] <= transfer["ts"] + transfer["dur"] + 1e4
-    names = {
-        event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
-    assert {"gpu0 h2d", "gpu0 h2d via gpu1, first hop"} <= names
-    # No two bars of one track overlap, or viewers drop them.
-    for key in {(event["pid"], event["tid"]) for event in slices}:
-        row = sorted(
-            (e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == key
-        )
-        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(row))
-    starts = {event["id"] for event in events if event["ph"] == "s"}
-    ends = {event["id"] for event in events if event["ph"] == "f"}
-    assert starts == ends
-    assert len(starts) == len(offsets)
-
-
-def test_trace_says_how_to_turn_it_on(tmp_path):
-    with pytest.raises(ValueError, match=r"configure\(trace=True"):
-        jax_turbobus.trace(tmp_path / "trace.json")
-
-
-def test_a_bounded_trace_keeps_the_newest(tmp_path):
-    jax_turbobus.configure(topology="2xh200", block_bytes=4096, trace=10)
-    to_device_under_jit(MIB)
-    assert jax_turbobus.trace(tmp_path / "trace.json") == 10
 
 
 TRANSFER = """
