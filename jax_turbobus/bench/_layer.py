@@ -126,7 +126,9 @@ def ours(schedule: str = "auto") -> peers.Peer:
             schedule=schedule,
         )
         place = jnp.arange(case.recv_capacity)
-        expert = jnp.searchsorted(jnp.cumsum(group_sizes), place, side="right")
+        expert = jnp.searchsorted(
+            jnp.cumsum(group_sizes), place, side="right", method="compare_all"
+        )
         return moe.combine(peers.scale_rows(rows, expert, scale), state)
 
     return scheme

@@ -161,12 +161,18 @@ Status Dispatch(const Attributes& attributes, const Context& context,
     TB_RETURN_IF_ERROR(CheckShape(wanted, "wanted", sizes.LocalExperts()));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     num_batches = sizes.config.num_batches;
-    const int64_t counts_bytes = call.shape.num_experts * sizeof(int32_t);
+    const moe::cuda::Shape& shape = call.shape;
+    const int64_t plan_ints =
+        PlanScratchBytes(shape) / static_cast<int64_t>(sizeof(int32_t));
+    const int64_t arrivals_ints =
+        static_cast<int64_t>(shape.num_ranks) * shape.num_tokens * shape.top_k;
     TB_ASSIGN_OR_RETURN(
         void* const scratch,
-        Allocate(context, counts_bytes + PlanScratchBytes(call.shape)));
+        Allocate(context, (shape.num_experts + plan_ints + arrivals_ints) *
+                              static_cast<int64_t>(sizeof(int32_t))));
     call.counts = static_cast<int32_t*>(scratch);
-    call.block_offsets = call.counts + call.shape.num_experts;
+    call.block_offsets = call.counts + shape.num_experts;
+    call.arrivals = call.block_offsets + plan_ints;
     call.is_deduplicated = is_deduplicated;
     return OkStatus();
   };

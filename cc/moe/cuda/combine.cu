@@ -44,8 +44,13 @@ __global__ void __launch_bounds__(kThreads)
                                 args.positions.of[source], token);
   const unsigned here = slots.On(shape.rank);
   if (here == 0) return;
-  const auto weight = WeightOf<typename Pack::Acc>(
-      shape, args.weights.of[source], token, slots);
+  // A single row travels as it is, and its weight is applied where it arrives:
+  // so it is rounded once. The sum of several is rounded here and there.
+  const bool is_single = (here & (here - 1)) == 0;
+  const auto weight = is_single
+                          ? typename Pack::Acc{1}
+                          : WeightOf<typename Pack::Acc>(
+                                shape, args.weights.of[source], token, slots);
   auto* out = reinterpret_cast<Pack*>(
       args.partials.of[source] +
       (static_cast<int64_t>(shape.rank) * shape.num_tokens + token) *
@@ -75,9 +80,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t stride =
       static_cast<int64_t>(shape.num_tokens) * shape.row_bytes;
   auto* out = reinterpret_cast<Pack*>(args.out + token * shape.row_bytes);
-  unsigned ranks = 0;  // That have sent a partial row.
+  // What each rank's partial row counts, on the lane of that rank.
+  typename Pack::Acc partial_weight = 0;
+  unsigned ranks = 0;
   for (int r = 0; r < shape.num_ranks; ++r) {
-    if (r != shape.rank && slots.On(r) != 0) ranks |= 1u << r;
+    const unsigned there = slots.On(r);
+    if (r == shape.rank || there == 0) continue;
+    ranks |= 1u << r;
+    const auto single = __shfl_sync(kAllLanes, weight, __ffs(there) - 1);
+    if (Lane() == r) {
+      partial_weight =
+          (there & (there - 1)) == 0 ? single : typename Pack::Acc{1};
+    }
   }
   ForVectors(
       shape.row_bytes / static_cast<int64_t>(sizeof(Pack)), [&](int64_t vec) {
@@ -85,9 +99,12 @@ __global__ void __launch_bounds__(kThreads)
         for (int r = 0; r < shape.num_ranks; ++r) {
           if (r == shape.rank) {
             AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
-          } else if ((ranks >> r & 1u) != 0 && vec >= 0) {
-            reinterpret_cast<const Pack*>(partials + r * stride)[vec].AddTo(sum,
-                                                                            1);
+            continue;
+          }
+          const auto scale = __shfl_sync(kAllLanes, partial_weight, r);
+          if ((ranks >> r & 1u) != 0 && vec >= 0) {
+            reinterpret_cast<const Pack*>(partials + r * stride)[vec].AddTo(
+                sum, scale);
           }
         }
         if (vec >= 0) out[vec] = Pack::From(sum);

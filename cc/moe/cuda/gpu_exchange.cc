@@ -130,10 +130,10 @@ Status RunDispatch(const Caller& caller, const GpuDispatch& call) {
       visit.Check(LaunchPlan(call.shape, call.expert_ids, call.counts,
                              call.block_offsets, stream),
                   "plan kernel"));
-  TB_RETURN_IF_ERROR(
-      visit.Meet({call.counts, call.rows, call.expert_ids, call.slots}));
+  TB_RETURN_IF_ERROR(visit.Meet({call.counts, call.rows, call.arrivals}));
   const SendArgs args = {
       .counts = visit.Addresses<const int32_t>(0),
+      .arrivals = visit.Addresses<int32_t>(2),
       .rows = visit.Addresses<uint8_t>(1),
       .expert_ids = call.expert_ids,
       .block_offsets = call.block_offsets,
@@ -145,15 +145,10 @@ Status RunDispatch(const Caller& caller, const GpuDispatch& call) {
   };
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchSend(call.shape, args, stream), "send kernel"));
-  const auto ids = visit.Addresses<const int32_t>(2);
-  const auto slots = visit.Addresses<const int32_t>(3);
   TB_RETURN_IF_ERROR(visit.Meet());
   if (!call.is_deduplicated) return OkStatus();
-  TB_RETURN_IF_ERROR(
-      visit.Check(LaunchExpand(call.shape, ids, slots, call.rows, stream),
-                  "expand kernel"));
-  // The peers' ids and slots have been read here: they may go.
-  return visit.Meet();
+  return visit.Check(LaunchExpand(call.shape, call.arrivals, call.rows, stream),
+                     "expand kernel");
 }
 
 Status RunCombine(const Caller& caller, const GpuCombine& call) {

@@ -39,6 +39,7 @@ struct GpuDispatch {
   int32_t* slots = nullptr;
   int32_t* counts = nullptr;         // Scratch, s32[num_experts].
   int32_t* block_offsets = nullptr;  // Scratch, PlanScratchBytes(shape).
+  int32_t* arrivals = nullptr;  // Scratch, s32[num_ranks, num_tokens, top_k].
 };
 
 struct GpuCombine {

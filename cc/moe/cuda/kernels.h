@@ -54,7 +54,10 @@ cudaError_t LaunchPlan(const Shape& shape, const int32_t* expert_ids,
                        cudaStream_t stream);
 
 struct SendArgs {
-  Peers<const int32_t> counts;   // Each rank's, from its plan.
+  Peers<const int32_t> counts;  // Each rank's, from its plan.
+  /// s32[num_ranks, num_tokens, top_k] of each rank: the rows on that rank, -1
+  /// for slots elsewhere. This rank's part of the peers' is written here.
+  Peers<int32_t> arrivals;
   Peers<uint8_t> rows;           // Each rank's result.
   const int32_t* expert_ids;     // s32[num_tokens, top_k]
   const int32_t* block_offsets;  // From this rank's plan.
@@ -75,9 +78,8 @@ cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
 
 /// Copies rows of this rank's result to the further places that their tokens
 /// have on it (after a deduplicated send of all ranks is done).
-cudaError_t LaunchExpand(const Shape& shape, const Peers<const int32_t>& ids,
-                         const Peers<const int32_t>& positions, uint8_t* rows,
-                         cudaStream_t stream);
+cudaError_t LaunchExpand(const Shape& shape, const int32_t* arrivals,
+                         uint8_t* rows, cudaStream_t stream);
 
 struct CombineArgs {
   Peers<const int32_t> expert_ids;

@@ -161,6 +161,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     rows[s] = row;
     args.positions[first_slot + s] = row;
+    if (!args.is_deduplicated) continue;
+    const int owner = row >= 0 ? id / shape.num_local_experts : -1;
+    const int64_t place =
+        static_cast<int64_t>(shape.rank) * shape.num_tokens * shape.top_k +
+        first_slot + s;
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      if (r != shape.rank) args.arrivals.of[r][place] = r == owner ? row : -1;
+    }
   }
   __syncthreads();
 
@@ -187,20 +195,24 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Vec>
 __global__ void __launch_bounds__(kThreads)
-    Expand(const __grid_constant__ Shape shape,
-           const __grid_constant__ Peers<const int32_t> ids,
-           const __grid_constant__ Peers<const int32_t> positions,
+    Expand(const __grid_constant__ Shape shape, const int32_t* arrivals,
            uint8_t* rows) {
-  const int64_t warp =
+  const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
-  if (warp >= shape.num_tokens) return;
+  if (token >= shape.num_tokens) return;
   const int source = PeerOf(shape.rank, blockIdx.y);
-  const Slots slots =
-      ReadSlots(shape, ids.of[source], positions.of[source], warp);
+  int position = -1;
+  if (Lane() < shape.top_k) {
+    position =
+        arrivals[(static_cast<int64_t>(source) * shape.num_tokens + token) *
+                     shape.top_k +
+                 Lane()];
+  }
+  const Slots slots = MakeSlots(position, shape.rank);
   const unsigned here = slots.On(shape.rank);
-  unsigned others = here & (here - 1);
+  const unsigned others = here & (here - 1);
   if (others == 0) return;
-  const int first = __shfl_sync(kAllLanes, slots.position, __ffs(here) - 1);
+  const int64_t first = __shfl_sync(kAllLanes, slots.position, __ffs(here) - 1);
   uint8_t* target =
       slots.position >= 0 ? rows + slots.position * shape.row_bytes : nullptr;
   CopyRow<Vec>(rows + first * shape.row_bytes, target, others, shape.row_bytes);
@@ -221,14 +233,12 @@ cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
   });
 }
 
-cudaError_t LaunchExpand(const Shape& shape, const Peers<const int32_t>& ids,
-                         const Peers<const int32_t>& positions, uint8_t* rows,
-                         cudaStream_t stream) {
+cudaError_t LaunchExpand(const Shape& shape, const int32_t* arrivals,
+                         uint8_t* rows, cudaStream_t stream) {
   if (shape.num_ranks == 1 || shape.num_tokens == 0) return cudaSuccess;
   const dim3 grid(NumBlocks(shape.num_tokens), shape.num_ranks - 1);
   return ForVector(shape.row_bytes, [&](auto vec) {
-    Expand<decltype(vec)>
-        <<<grid, kThreads, 0, stream>>>(shape, ids, positions, rows);
+    Expand<decltype(vec)><<<grid, kThreads, 0, stream>>>(shape, arrivals, rows);
     return cudaGetLastError();
   });
 }
