@@ -85,7 +85,7 @@ def test_c13_a_rank_without_tokens_receives_all_the_others():
     assert not sizes[1:].any()
     weights = integers((R * 4, 6), seed=3)
     ids = jnp.asarray(np.where(valid[..., None], ids, -1).reshape(-1, 6))
-    layer = jax.jit(on_mesh(scaling_layer(24), make_mesh()))
+    layer = jax.jit(on_mesh(scaling_layer(24, schedule="packed"), make_mesh()))
     np.testing.assert_array_equal(
         layer(tokens, ids, weights, scale), dense(scale)(tokens, ids, weights)
     )
