@@ -81,6 +81,8 @@ def has_cuda_devices() -> bool:
 
 def element_bits(dtype: Any) -> int:
     """Returns how many bits an element takes in XLA's buffers: 4 for int4."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return 32  # keys are rows of uint32
     return int(dtypes.itemsize_bits(dtype))
 
 

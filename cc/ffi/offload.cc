@@ -234,6 +234,9 @@ Outcome D2hDone(int32_t device, RunId run, AnyBuffer buffer,
 /// Memory that a later call fills: nothing to do.
 Outcome Buffer(AnyBuffer, Result) { return OkStatus(); }
 
+/// An operation that XLA counts (jax_turbobus/offload/_primitives.py, `tie_p`).
+Outcome Nop(Result) { return OkStatus(); }
+
 auto Bind() { return xla::ffi::Ffi::Bind().Ctx<xla::ffi::DeviceOrdinal>(); }
 
 XLA_FFI_DEFINE_HANDLER(kH2dCopy, H2dCopy,
@@ -249,6 +252,7 @@ XLA_FFI_DEFINE_HANDLER(kD2hCopy, D2hCopy,
                            .Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kBuffer, Buffer,
                        xla::ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kNop, Nop, xla::ffi::Ffi::Bind().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kFetch, Fetch,
                        Bind()
                            .Arg<AnyBuffer>()  // stack
@@ -307,6 +311,7 @@ std::vector<Target> OffloadTargets() {
       {"turbobus_d2h_new", kD2hNew},
       {"turbobus_d2h_new_start", kD2hNewStart},
       {"turbobus_buffer", kBuffer},
+      {"turbobus_nop", kNop},
       {"turbobus_fetch", kFetch},
       {"turbobus_store", kStore},
       {"turbobus_h2d_start", kH2dStart},

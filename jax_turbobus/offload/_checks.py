@@ -49,12 +49,15 @@ def check_array(call: str, name: str, x: Any) -> None:
             f"{type(x).__module__}.{type(x).__qualname__}; "
             "make it one with jax.device_put"
         )
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not jnp.issubdtype(
-        x.dtype, jax.dtypes.prng_key
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if not is_key and (
+        jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        # XLA packs these otherwise than the arrays that JAX hands it.
+        or _compat.element_bits(x.dtype) in (1, 6)
     ):
         raise TypeError(
             f"{call}: argument {name}: arrays of {x.dtype} cannot be moved; expected "
-            "a numeric or boolean dtype, or keys"
+            "another numeric or boolean dtype, or keys"
         )
 
 
