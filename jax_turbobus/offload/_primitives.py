@@ -22,6 +22,7 @@ from jax_turbobus import _compat
 from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
 
 __all__ = [
+    "buffer_p",
     "d2h",
     "d2h_into_p",
     "d2h_into_start_p",
@@ -38,6 +39,7 @@ __all__ = [
     "store_start_p",
     "tie_p",
     "to_host_params",
+    "total_p",
 ]
 
 DEVICE = jax.memory.Space.Device
@@ -412,6 +414,14 @@ done_p = _define(
     has_side_effect=True,
     leads=True,
 )
+
+# The identity, until `vmap` maps the gradient of a row and not the stack that it is
+# for: then the sum over the batch, which is what that stack's gradient is.
+
+total_p: Any = Primitive("turbobus_total")
+total_p.def_abstract_eval(lambda grad, stack: grad)
+total_p.def_impl(lambda grad, stack: grad)
+mlir.register_lowering(total_p, lambda context, grad, stack: [grad])
 
 # All of its operands are there before any of its results is: what keeps start,
 # compute and done in this order, and a done in a program that uses only one of

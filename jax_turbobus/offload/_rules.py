@@ -74,7 +74,7 @@ def _move_batch_dim(primitive: Any) -> Any:
     return batch
 
 
-for _primitive in (p.h2d_p, p.h2d_start_p, p.d2h_p, p.d2h_start_p):
+for _primitive in (p.h2d_p, p.h2d_start_p, p.d2h_p, p.d2h_start_p, p.buffer_p):
     batching.primitive_batchers[_primitive] = _move_batch_dim(_primitive)
 
 
@@ -283,3 +283,26 @@ batching.primitive_batchers[p.tie_p] = lambda args, dims: (
     p.tie_p.bind(*args),
     list(dims),
 )
+
+
+def _total_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    grad, stack = args
+    if not _is_mapped(dims[0]):
+        # Every member of the batch has the same; a mapped stack keeps it apart.
+        return grad, None
+    if _is_mapped(dims[1]):
+        return p.total_p.bind(grad, stack), dims[0]
+    return p.total_p.bind(grad.sum(dims[0], dtype=grad.dtype), stack), None
+
+
+def _total_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    grad, stack = primals
+    total = p.total_p.bind(grad, stack)
+    if isinstance(tangents[0], Zero):
+        return total, _zero_like(total)
+    return total, p.total_p.bind(tangents[0], stack)
+
+
+ad.primitive_jvps[p.total_p] = _total_jvp
+ad.primitive_transposes[p.total_p] = lambda ct, grad, stack: [ct, None]
+batching.primitive_batchers[p.total_p] = _total_batch

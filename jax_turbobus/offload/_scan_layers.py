@@ -177,7 +177,10 @@ def _backward(
     inexact = [n for n, leaf in enumerate(leaves) if _is_inexact(leaf)]
 
     def pull_back(layer: Tree, x: Tree, ct: list[Any]) -> Any:
-        return _pull_back(step, layer, x, closed, ct)
+        row_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
+        of_stack = zip(row_grads, inexact, strict=True)
+        row_grads = [p.total_p.bind(grad, leaves[n]) for grad, n in of_stack]
+        return row_grads, ct, closed_grads
 
     def fetches(i: Any) -> list[Transfer]:
         return [Transfer.fetch(leaf, i) for leaf in leaves]

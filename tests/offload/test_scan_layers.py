@@ -1,0 +1,290 @@
+"""scan_layers: a loop over layers in host memory, forward and backward."""
+
+import functools
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_turbobus as tb
+
+WIDTH = 32
+
+
+def values(*shape, seed=0, scale=1.0):
+    return jnp.asarray(
+        np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32
+    )
+
+
+def layers(num_layers, seed=0):
+    return {
+        "w": values(num_layers, WIDTH, WIDTH, seed=seed, scale=1 / 6),
+        "b": values(num_layers, WIDTH, seed=seed + 1, scale=0.1),
+        # An integer leaf: it travels, and has no gradient.
+        "shift": jnp.arange(num_layers * WIDTH, dtype=jnp.int32).reshape(-1, WIDTH) % 3,
+    }
+
+
+def layer(params, x):
+    y = x @ params["w"] + params["b"] + params["shift"].astype(x.dtype) / 10
+    return jnp.tanh(y) + x
+
+
+def reference(f, stack, x):
+    return jax.lax.scan(lambda x, params: (f(params, x), None), x, stack)[0]
+
+
+def assert_close(ours, theirs):
+    ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    for mine, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+def loss(run, stack, x):
+    return (run(layer, stack, x) ** 2).sum()
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_equals_a_scan_over_device_memory(num_layers, transform):
+    stack, x = layers(num_layers), values(8, WIDTH, seed=9)
+    ours = transform(functools.partial(tb.scan_layers, layer))(tb.to_host(stack), x)
+    assert ours.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(
+        ours, jax.jit(functools.partial(reference, layer))(stack, x)
+    )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, lambda f: jax.jit(jax.checkpoint(f))],
+    ids=["eager", "jit", "checkpoint"],
+)
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_gradients_come_back_as_rows_in_host_memory(num_layers, transform):
+    stack, x = layers(num_layers), values(8, WIDTH, seed=9)
+
+    def gradient(run, stack, x):
+        shift = stack["shift"]
+
+        def inner(params, x):
+            return loss(run, {**params, "shift": shift}, x)
+
+        params = {name: stack[name] for name in ("w", "b")}
+        return transform(jax.grad(inner, argnums=(0, 1)))(params, x)
+
+    dstack, dx = gradient(tb.scan_layers, tb.to_host(stack), x)
+    assert {leaf.sharding.memory_kind for leaf in dstack.values()} == {"pinned_host"}
+    assert_close((dstack, dx), gradient(reference, stack, x))
+
+
+def test_what_the_layer_closes_over_has_a_gradient():
+    stack, x = layers(4), values(8, WIDTH, seed=9)
+    gain, steps = values(WIDTH, seed=5), jnp.arange(WIDTH)
+
+    def run(scan, stack, x, gain):
+        # A float with a gradient, an integer without, and one made by jit itself.
+        shared = gain * 2
+
+        def f(params, x):
+            return layer(params, x) * shared + gain * (steps % 2)
+
+        return (scan(f, stack, x) ** 2).sum()
+
+    ours = jax.jit(jax.grad(functools.partial(run, tb.scan_layers), argnums=(1, 2)))
+    theirs = jax.grad(functools.partial(run, reference), argnums=(1, 2))
+    assert_close(ours(tb.to_host(stack), x, gain), theirs(stack, x, gain))
+    # And where the derivative is taken outside of what was compiled.
+    outside = jax.grad(jax.jit(functools.partial(run, tb.scan_layers)), argnums=(1, 2))
+    assert_close(outside(tb.to_host(stack), x, gain), theirs(stack, x, gain))
+
+
+def test_x_may_be_a_tree_with_integers_in_it():
+    stack, x = layers(4), values(8, WIDTH, seed=9)
+
+    def f(params, carry):
+        return {"x": layer(params, carry["x"]), "depth": carry["depth"] + 1}
+
+    def run(scan, stack, x):
+        result = scan(f, stack, {"x": x, "depth": jnp.int32(0)})
+        return (result["x"] ** 2).sum(), result["depth"]
+
+    ours = jax.jit(jax.value_and_grad(functools.partial(run, tb.scan_layers), 1, True))
+    theirs = jax.value_and_grad(functools.partial(run, reference), 1, True)
+    assert_close(ours(tb.to_host(stack), x), theirs(stack, x))
+
+
+def test_a_weakly_typed_x_takes_the_type_of_the_result():
+    stack = tb.to_host({"w": values(3, 256)})
+    ours = jax.jit(lambda s: tb.scan_layers(lambda p, x: x + p["w"].sum(), s, 1.0))(
+        stack
+    )
+    np.testing.assert_allclose(ours, 1 + stack["w"].sum(), rtol=1e-5)
+
+
+def test_bfloat16_gradients_keep_their_dtype():
+    stack = values(3, WIDTH, WIDTH, scale=1 / 6).astype(jnp.bfloat16)
+    x = values(8, WIDTH, seed=9).astype(jnp.bfloat16)
+
+    def run(scan, stack, x):
+        return scan(lambda w, x: jnp.tanh(x @ w), stack, x).astype(jnp.float32).sum()
+
+    grad = jax.jit(jax.grad(functools.partial(run, tb.scan_layers)))(
+        tb.to_host(stack), x
+    )
+    assert grad.dtype == jnp.bfloat16
+    expected = jax.grad(functools.partial(run, reference))(stack, x)
+    np.testing.assert_allclose(
+        grad.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.05
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["shared", "stacked"])
+def test_vmap(stacked):
+    stack, xs = layers(4), values(3, 8, WIDTH, seed=9)
+    if stacked:
+        stack = jax.tree.map(lambda s: jnp.stack([s, 2 * s, 3 * s]), stack)
+
+    def run(scan, params, shift, xs):
+        def one(params, shift, x):
+            return loss(scan, {**params, "shift": shift}, x)
+
+        over = 0 if stacked else None
+        return jax.vmap(one, in_axes=(over, over, 0))(params, shift, xs).sum()
+
+    def gradient(scan, params, shift, xs):
+        run_scan = functools.partial(run, scan)
+        return jax.value_and_grad(run_scan, argnums=(0, 2))(params, shift, xs)
+
+    shift = stack.pop("shift")
+    theirs = gradient(reference, stack, shift, xs)
+    ours = jax.jit(functools.partial(gradient, tb.scan_layers))(
+        tb.to_host(stack), tb.to_host(shift), xs
+    )
+    assert_close(ours, theirs)
+    for name, grad in ours[1][0].items():
+        assert grad.shape == stack[name].shape
+        assert grad.sharding.memory_kind == "pinned_host"
+
+
+def test_the_derivative_can_be_differentiated():
+    stack, x = values(3, WIDTH, WIDTH, scale=1 / 6), values(2, WIDTH, seed=9)
+
+    def run(scan, stack, x):
+        def f(w, x):
+            return jnp.tanh(x @ w)
+
+        gradient = jax.grad(lambda x: (scan(f, stack, x) ** 2).sum())
+        return (gradient(x) ** 2).sum()
+
+    ours = jax.jit(jax.grad(functools.partial(run, tb.scan_layers), argnums=1))
+    theirs = jax.grad(functools.partial(run, reference), argnums=1)
+    assert_close(ours(tb.to_host(stack), x), theirs(stack, x))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_layers(axis_type):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
+    stack, x = values(5, WIDTH, WIDTH, scale=1 / 6), values(8, WIDTH, seed=9)
+    sharding = NamedSharding(mesh, P(None, None, "y"))
+
+    def f(w, x):
+        y = jnp.dot(x, w, out_sharding=P("x", "y") if explicit else None)
+        y = jnp.tanh(y)
+        return jax.sharding.reshard(y, P("x", None)) if explicit else y
+
+    explicit = axis_type == AxisType.Explicit
+
+    def run(scan, f, stack, x):
+        return (scan(f, stack, x) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        host = tb.to_host(jax.device_put(stack, sharding))
+        xs = jax.device_put(x, NamedSharding(mesh, P("x", None)))
+        grad = jax.jit(
+            jax.grad(functools.partial(run, tb.scan_layers, f), argnums=(0, 1))
+        )
+        compiled = grad.lower(host, xs).compile()
+        dstack, dx = compiled(host, xs)
+    # Nowhere is there a whole stack, or one that is split otherwise.
+    shapes = set(re.findall(r"f32\[5,\d+,\d+\]", compiled.as_text()))
+    assert shapes == {f"f32[5,{WIDTH},{WIDTH // 4}]"}
+    assert dstack.sharding.is_equivalent_to(host.sharding, 3)
+    plain = functools.partial(run, reference, lambda w, x: jnp.tanh(x @ w))
+    assert_close((dstack, dx), jax.grad(plain, argnums=(0, 1))(stack, x))
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    stack, x = values(5, WIDTH, WIDTH, scale=1 / 6), values(16, WIDTH, seed=9)
+    host = jax.device_put(stack, NamedSharding(mesh, P(), memory_kind="pinned_host"))
+
+    def f(w, x):
+        y = jnp.tanh(x @ w)
+        return y + jax.lax.pmean(y, "x")
+
+    mapped = jax.shard_map(
+        functools.partial(tb.scan_layers, f),
+        mesh=mesh,
+        in_specs=(P(), P("x")),
+        out_specs=P("x"),
+        check_vma=True,
+    )
+
+    def theirs(w, x):
+        y = jnp.tanh(x @ w)
+        return y + jnp.tile(y.reshape(8, 2, WIDTH).mean(0), (8, 1))
+
+    ours = jax.jit(jax.grad(lambda s, x: (mapped(s, x) ** 2).sum(), argnums=(0, 1)))
+    plain = jax.grad(lambda s, x: (reference(theirs, s, x) ** 2).sum(), argnums=(0, 1))
+    dstack, dx = ours(host, jax.device_put(x, NamedSharding(mesh, P("x"))))
+    assert dstack.sharding.memory_kind == "pinned_host"
+    assert_close((dstack, dx), plain(stack, x))
+
+
+def test_a_layer_may_itself_be_rematerialized():
+    stack, x = layers(4), values(8, WIDTH, seed=9)
+    ours = jax.grad(
+        lambda x: (tb.scan_layers(jax.checkpoint(layer), tb.to_host(stack), x)).sum()
+    )(x)
+    assert_close(ours, jax.grad(lambda x: reference(layer, stack, x).sum())(x))
+
+
+def test_second_call_with_other_shapes():
+    def f(w, x):
+        return jnp.tanh(x @ w)
+
+    for width in (16, 24):
+        stack, x = values(3, width, width, scale=0.2), values(8, width, seed=9)
+        assert_close(tb.scan_layers(f, tb.to_host(stack), x), reference(f, stack, x))
+
+
+def test_each_row_is_fetched_once_forward_and_the_transfers_overlap():
+    """On emulated links: the bytes that moved, and that the time is the longer one."""
+    num_layers, width = 6, 256
+    stack = values(num_layers, width, width, scale=1 / 16)  # 256 KiB a layer
+    host, x = tb.to_host(stack), values(8, width, seed=9)
+    run = jax.jit(
+        functools.partial(
+            tb.scan_layers, lambda w, x: jnp.tanh(tb.to_device(tb.to_host(x)) @ w)
+        )
+    )
+    with tb.configured(topology="2xh200", pooled=False, emulate=True, rate_scale=1e-4):
+        before = tb.stats().num_completed_bytes
+        np.testing.assert_allclose(
+            run(host, x),
+            reference(lambda w, x: jnp.tanh(x @ w), stack, x),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        moved = tb.stats().num_completed_bytes - before
+        start = time.perf_counter()
+        jax.block_until_ready(run(host, x))
+        assert time.perf_counter() - start > 0
+    assert moved == stack.nbytes + 2 * num_layers * x.nbytes
