@@ -30,7 +30,7 @@ AXIS = "devices"
 class TrainConfig:
     """How long and how fast to learn."""
 
-    num_steps: int = 800
+    num_steps: int = 600
     batch: int = 16  # windows a step, on all devices
     learning_rate: float = 4e-3
     warmup_steps: int = 20
@@ -107,7 +107,7 @@ class Trainer:
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99)
         )
-        opt_state = self._optimizer.init(params)
+        opt_state = jax.jit(self._optimizer.init)(params)
         opt_shardings = jax.tree.map(self._opt_sharding, opt_state)
         self.opt_state = jax.device_put(opt_state, opt_shardings)
         self._loss = self._sharded_loss()

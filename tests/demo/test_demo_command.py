@@ -38,7 +38,7 @@ def short(folder, backend, **changes):
         "json": folder / "figures.json",
         "sample_bytes": 8,
         "model": model.ModelConfig(
-            num_layers=2, hidden=32, num_heads=2, expert_hidden=48, context=32
+            num_layers=1, hidden=32, num_heads=2, expert_hidden=48, context=32
         ),
         "train": TrainConfig(num_steps=6, batch=8, eval_every=3, eval_batches=1),
     }
