@@ -22,14 +22,14 @@ class Backend:
 
     Attributes:
       name: as given on the command line.
-      scheme: how the exchange's bytes are counted: a schedule's or a peer's name.
+      peer: the name `moe.volume` has for its exchange; None: it is ours.
       exchange: tokens to their experts and back, inside `shard_map`.
       to_device: a tree in host memory to the device, inside `jit`.
       to_host: a tree on the device into host memory, overwriting a donated tree.
     """
 
     name: str
-    scheme: str
+    peer: str | None
     exchange: Exchange
     to_device: Callable[[Any], Any]
     to_host: Callable[[Any, Any], Any]
@@ -80,7 +80,7 @@ def _device_put(tree: Any, space: Any) -> Any:
 def _reference() -> Backend:
     return Backend(
         name="reference",
-        scheme="allgather_filter",
+        peer="allgather_filter",
         exchange=_allgather_filter,
         to_device=lambda tree: _device_put(tree, jax.memory.Space.Device),
         # XLA writes into the donated buffers by itself.
@@ -118,7 +118,7 @@ def _dispatch_combine(
 def _turbobus() -> Backend:
     return Backend(
         name="turbobus",
-        scheme="packed",
+        peer=None,
         exchange=_dispatch_combine,
         to_device=offload.to_device,
         to_host=offload.to_host,

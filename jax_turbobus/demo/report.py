@@ -60,14 +60,14 @@ def bytes_moved(
             rows = [("link", "in all", "a step")]
             rows += [(n, size(b), size(b / num_steps)) for n, b in by_link.items()]
             parts.append(f"{title}\n{table(rows)}")
-    if exchanged.used:
+    used = exchanged.by_peer.get(exchanged.in_use)
+    if used:
         rows = [("", "in all", "to this run")]
-        # A stable sort: the scheme in use stays before others that move as much.
         for name, moved in sorted(exchanged.by_peer.items(), key=lambda pair: pair[1]):
             words = _SCHEMES[name]
-            if name == exchanged.peer_name:
+            if name == exchanged.in_use:
                 words += " (this run)"
-            rows.append((words, size(moved), f"{moved / exchanged.used:.2f} x"))
+            rows.append((words, size(moved), f"{moved / used:.2f} x"))
         parts.append(f"bytes between devices for this routing\n{table(rows)}")
     return "\n\n".join(parts)
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from jax_turbobus import moe
 from jax_turbobus.demo import (
     backends,
     emulate,
@@ -189,7 +190,8 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
         **({} if emulation is None else emulation.arguments()),
     )
     topology = None if emulation is None else emulation.topology
-    exchanged = ExchangeBytes(options.model, len(devices), backend.scheme, topology)
+    exchanged = ExchangeBytes(options.model, len(devices), backend.peer, topology)
+    moe.reset_exchange_stats()
     held_out = [Point(0, trainer.held_out_loss())]
     with recorder:
         steps = _train(trainer, exchanged, held_out)

@@ -1,11 +1,13 @@
 """Adds up the bytes a run's expert exchanges moved, and what others would have."""
 
+from typing import Any
+
 import numpy as np
 
+from jax_turbobus import moe
 from jax_turbobus.demo.model import ModelConfig
 from jax_turbobus.demo.train import Step
 from jax_turbobus.moe._traffic import Traffic
-from jax_turbobus.moe._volume import Volume, volume
 from jax_turbobus.topology import Topology
 
 __all__ = ["ExchangeBytes"]
@@ -24,73 +26,73 @@ def _both_passes(traffic: Traffic) -> float:
 
 
 class ExchangeBytes:
-    """Counts, from the routing of every step, what each scheme puts on the wire.
+    """Counts, from the routing of every step, what each way of exchange moves.
 
     Attributes:
-      scheme: what the run used, a schedule of ours or a peer.
-      by_scheme: bytes between devices under every schedule of ours and every peer.
-      by_link: bytes that the scheme in use put on each device's way out and in.
+      by_peer: bytes between devices for the same routing: by our calls
+        (``"turbobus"``), and by each peer that `moe.volume` knows.
+      by_link: bytes that the exchange in use put on each link and direction.
+      in_use: the key in `by_peer` of the exchange in use.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         num_ranks: int,
-        scheme: str,
+        peer: str | None,
         topology: Topology | None = None,
     ) -> None:
+        """Starts at zero.
+
+        Args:
+          config: the model whose experts exchange.
+          num_ranks: the devices they are spread over.
+          peer: whose exchange is in use; None: ours.
+          topology: the machine whose links to count on; None: a way out and a way in
+            for each device.
+        """
         self._config = config
         self._num_ranks = num_ranks
-        self.scheme = scheme
         self._topology = topology
-        self._peers: tuple[str, ...] = ()
-        self.by_scheme: dict[str, float] = {}
+        self._schedule = ""
+        self.in_use = peer or "turbobus"
+        self.by_peer: dict[str, float] = {}
         self.by_link: dict[str, float] = {}
 
-    @property
-    def used(self) -> float:
-        """Bytes moved by the scheme in use."""
-        return self.by_scheme.get(self.scheme, 0.0)
+    def _sizes(self, ids: np.ndarray) -> dict[str, Any]:
+        return {
+            "tokens_per_rank": ids.shape[0] // self._num_ranks,
+            "hidden": self._config.hidden,
+            "num_experts": self._config.num_experts,
+            "top_k": self._config.top_k,
+            "num_ranks": self._num_ranks,
+            "dtype": "float32",
+        }
 
-    @property
-    def peer_name(self) -> str:
-        """The key of the scheme in use in `by_peer`."""
-        return self.scheme if self.scheme in self._peers else "turbobus"
-
-    @property
-    def by_peer(self) -> dict[str, float]:
-        """Bytes for the same routing by ours (``"turbobus"``) and by each peer."""
-        ours = self.scheme if self.scheme not in self._peers else "packed"
-        peers = {name: self.by_scheme[name] for name in self._peers}
-        return {"turbobus": self.by_scheme[ours], **peers} if peers else {}
-
-    def _volume(self, ids: np.ndarray) -> Volume:
-        return volume(
-            tokens_per_rank=ids.shape[0] // self._num_ranks,
-            hidden=self._config.hidden,
-            num_experts=self._config.num_experts,
-            top_k=self._config.top_k,
-            num_ranks=self._num_ranks,
-            dtype="float32",
-            expert_ids=ids,
-            topology=self._topology,
-        )
+    def _our_schedule(self, ids: np.ndarray) -> str:
+        """Returns the schedule that ran; or, of a peer's run, that would have."""
+        if self.in_use == "turbobus":
+            (schedule,) = {kind.schedule for kind in moe.exchange_stats()}
+            return schedule
+        schedules = ("packed", "broadcast")
+        return moe.choose_schedule(**self._sizes(ids), schedules=schedules).schedule
 
     def add(self, step: Step) -> None:
         """Adds the exchanges of one step, all layers."""
-        for layer in step.expert_ids:
-            counted = self._volume(layer)
-            self._peers = tuple(counted.peers)
-            for name, traffic in (counted.schedules | counted.peers).items():
-                self.by_scheme[name] = self.by_scheme.get(name, 0.0) + _both_passes(
-                    traffic
-                )
-            used = counted[self.scheme]
+        for ids in step.expert_ids:
+            self._schedule = self._schedule or self._our_schedule(ids)
+            counted = moe.volume(
+                **self._sizes(ids), expert_ids=ids, topology=self._topology
+            )
+            schemes = {"turbobus": counted[self._schedule], **counted.peers}
+            for name, traffic in schemes.items():
+                moved = self.by_peer.get(name, 0.0) + _both_passes(traffic)
+                self.by_peer[name] = moved
+            used = schemes[self.in_use]
             loads = 2 * (
                 counted.wiring.loads(used, used.dispatch)
                 + counted.wiring.loads(used, used.combine)
             ) + counted.wiring.loads(used, used.metadata)
             for name, size_bytes in counted.wiring.describe(loads).items():
-                if not size_bytes or name.endswith(_SHARED):
-                    continue
-                self.by_link[name] = self.by_link.get(name, 0.0) + size_bytes
+                if size_bytes and not name.endswith(_SHARED):
+                    self.by_link[name] = self.by_link.get(name, 0.0) + size_bytes

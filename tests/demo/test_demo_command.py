@@ -56,7 +56,9 @@ def test_run_reports_figures_and_leaves_pictures(tmp_path, backend):
     assert figures["backend"] == backend
     assert figures["devices"] == 4
     peers = figures["bytes_by_peer"]
-    assert 0 < peers["turbobus"] < peers["allgather_filter"]
+    # So small an exchange may be broadcast, which moves as much as all-gather.
+    assert 0 < peers["turbobus"] <= peers["allgather_filter"]
+    assert peers["allgather_filter"] < peers["padded_all_to_all"]
     assert min(figures["bytes_by_link"].values()) > 0
     printed = stdout.getvalue()
     assert "  | def" in printed
