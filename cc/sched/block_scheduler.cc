@@ -157,6 +157,7 @@ void BlockScheduler::DetachLane(int lane) {
   if (l.is_relay) {
     std::erase(queue.relays, lane);
     std::erase(link.borrowers, lane);
+    UpdateSharing(l);
     return;
   }
   if (queue.is_waiting) {
@@ -196,7 +197,13 @@ BlockScheduler::InFlight BlockScheduler::Retire(InFlight& in_flight,
   lane.in_flight_bytes -= retired.extent.size_bytes;
   --lane.num_in_flight;
   if (lane.num_in_flight == 0) CountActive(lane, -1);
-  if (lane.is_relay) link.relay_in_flight_bytes -= retired.extent.size_bytes;
+  if (lane.is_relay) {
+    link.relay_in_flight_bytes -= retired.extent.size_bytes;
+    link.num_borrowing -= lane.num_in_flight == 0;
+    UpdateSharing(lane);
+  } else {
+    --link.num_own_in_flight;
+  }
   --tables_.transfers[retired.transfer].num_in_flight;
   own_marks_.Add(lane.host_link);
   relay_marks_.Add(lane.host_link);

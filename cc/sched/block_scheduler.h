@@ -60,6 +60,8 @@ class BlockScheduler final : public Scheduler {
   void InsertBySequence(int t);
   void UpdateRelayable(int t);
   void UpdateWaiting(Queue& queue);
+  void UpdateSharing(Lane& lane);
+  void UpdateSharing(const Queue& queue);
   void Enqueue(int t, int64_t num_bytes);
   void Dequeue(int t);
   void PassToken(int t);
@@ -92,7 +94,6 @@ class BlockScheduler final : public Scheduler {
   bool IsWorthRelaying(const Choice& choice, int64_t now_ns) const;
   bool IsOpen(int lane, int64_t size_bytes, int64_t now_ns);
   bool IsAnyRelayOpen(const Queue& queue, int64_t now_ns);
-  int NumSharing(const HostLink& link) const;
   Piece DirectPiece(const TransferState& transfer, int lane, int64_t now_ns);
   Piece RelayPiece(const TransferState& transfer, int lane) const;
   int64_t MaxBytes(const TransferState& transfer, const Lane& lane) const;

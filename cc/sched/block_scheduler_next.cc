@@ -109,9 +109,8 @@ std::optional<BlockScheduler::Choice> BlockScheduler::DirectTakes(
 
 std::optional<BlockScheduler::Choice> BlockScheduler::ChooseRelayed(
     int link, int64_t now_ns) {
-  HostLink& l = tables_.links[link];
+  const HostLink& l = tables_.links[link];
   if (tables_.config.mode == Mode::kLockStep && l.slot == slot_) return {};
-  l.num_sharing = NumSharing(l);
   std::optional<Choice> best;
   for (int lane : l.borrowers) {
     const Queue& queue = tables_.queues[tables_.lanes[lane].queue];
@@ -167,7 +166,7 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int64_t now_ns) {
   const Lane& l = tables_.lanes[lane];
   const HostLink& link = tables_.links[l.host_link];
   const bool is_orphan = tables_.queues[l.queue].is_orphan();
-  if (!is_orphan && link.num_own_waiting > 0) return false;
+  if (!is_orphan && link.is_needed()) return false;
   if (!is_orphan && l.late.is_backed_off()) {
     if (l.num_in_flight > 0) return false;
     if (now_ns < l.late.next_probe_ns()) {
@@ -194,16 +193,6 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int64_t now_ns) {
 bool BlockScheduler::IsAnyRelayOpen(const Queue& queue, int64_t now_ns) {
   return std::any_of(queue.relays.begin(), queue.relays.end(),
                      [&](int lane) { return IsOpen(lane, 1, now_ns); });
-}
-
-int BlockScheduler::NumSharing(const HostLink& link) const {
-  int num_sharing = 0;
-  for (int lane : link.borrowers) {
-    const Lane& l = tables_.lanes[lane];
-    num_sharing +=
-        l.num_in_flight > 0 || !tables_.queues[l.queue].relayable.empty();
-  }
-  return num_sharing;
 }
 
 int64_t BlockScheduler::MaxBytes(const TransferState& transfer,
@@ -321,6 +310,9 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
     own_marks_.Add(tables_.queues[lane.queue].host_link);
     ChargeCaps(tables_, lane, size_bytes, now_ns);
     link.relay_in_flight_bytes += size_bytes;
+    link.num_borrowing += lane.num_in_flight == 0;
+  } else {
+    ++link.num_own_in_flight;
   }
   lane.backlog.Add(now_ns, in_flight.service_ns);
   link.backlog.Add(now_ns, link.ServiceNs(size_bytes));
@@ -337,6 +329,7 @@ Block BlockScheduler::Issue(const Choice& choice, int64_t now_ns) {
                        .size_bytes = size_bytes,
                        .num_failures = extent.num_failures};
   TakeFromChunk(t, size_bytes);
+  if (lane.is_relay) UpdateSharing(lane);
   if (choice.piece.returned != kNone) UpdateRelayable(t);
   MarkDeferredAround(link);
   MarkDeferred(tables_.queues[lane.queue]);

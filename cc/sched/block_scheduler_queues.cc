@@ -56,6 +56,22 @@ void BlockScheduler::UpdateRelayable(int t) {
   } else {
     tables_.queues[transfer.queue].relayable.Remove(tables_.transfers, t);
   }
+  UpdateSharing(tables_.queues[transfer.queue]);
+}
+
+void BlockScheduler::UpdateSharing(Lane& lane) {
+  const bool is_sharing =
+      !lane.is_removed &&
+      (lane.num_in_flight > 0 || !tables_.queues[lane.queue].relayable.empty());
+  if (is_sharing == lane.is_sharing) return;
+  lane.is_sharing = is_sharing;
+  tables_.links[lane.host_link].num_sharing += is_sharing ? 1 : -1;
+  // Who shares with fewer may have more in flight.
+  if (!is_sharing) relay_marks_.Add(lane.host_link);
+}
+
+void BlockScheduler::UpdateSharing(const Queue& queue) {
+  for (int lane : queue.relays) UpdateSharing(tables_.lanes[lane]);
 }
 
 void BlockScheduler::UpdateWaiting(Queue& queue) {
@@ -102,6 +118,7 @@ void BlockScheduler::Dequeue(int t) {
   queue.queued.Remove(tables_.transfers, t);
   queue.relayable.Remove(tables_.transfers, t);
   PassToken(t);
+  if (queue.relayable.empty()) UpdateSharing(queue);
   UpdateWaiting(queue);
 }
 

@@ -55,7 +55,7 @@ TEST(BlockSchedulerTest, SlowRelaysNeverMakeTwoBlocksSlowerThanDirect) {
     VirtualNode node(AllToAll({1, 1 / slow}));
     node.Submit(1, 0, 2 * kMib);
     node.Run();
-    EXPECT_DOUBLE_EQ(node.DurationMs(1), 2);
+    EXPECT_LE(node.DurationMs(1), 2);
   }
 }
 
@@ -65,7 +65,7 @@ TEST(BlockSchedulerTest, FourBlocksWithRelaysOneFourFourReachTwiceDirect) {
     VirtualNode node(AllToAll(rates));
     node.Submit(1, 0, 4 * kMib);
     node.Run();
-    EXPECT_DOUBLE_EQ(node.DurationMs(1), 2);
+    EXPECT_LE(node.DurationMs(1), 2);
   }
 }
 

@@ -128,8 +128,9 @@ double Stretch(const Tables& tables, const Lane& lane) {
   const double cap_stretch = CapStretch(tables, lane);
   if (!lane.is_relay) return cap_stretch;
   const HostLink& link = tables.links[lane.host_link];
+  const int num_borrowing = link.num_borrowing + (lane.num_in_flight == 0);
   return std::max(cap_stretch,
-                  link.num_sharing * link.ns_per_byte / lane.ns_per_byte);
+                  num_borrowing * link.ns_per_byte / lane.ns_per_byte);
 }
 
 int64_t StartNs(const Tables& tables, const Lane& lane, int64_t now_ns) {

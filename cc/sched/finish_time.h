@@ -33,7 +33,7 @@ double CapShare(const Tables& tables, const Lane& lane);
 /// shared with the other lanes at work; at least 1.
 double CapStretch(const Tables& tables, const Lane& lane);
 
-/// The same, and because other borrowers want their part of the relay's link.
+/// The same, and because other borrowers are using the relay's link.
 double Stretch(const Tables& tables, const Lane& lane);
 
 /// When a block issued now on `lane` would begin to move: behind what is in

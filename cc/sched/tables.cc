@@ -129,8 +129,7 @@ class Builder {
       const int direct = tables_.queues[lane.queue].direct;
       if (!lane.is_relay || direct == kNone) continue;
       lane.block_part =
-          std::min(1.0, kMaxRelayBlockTime * tables_.lanes[direct].ns_per_byte /
-                            lane.ns_per_byte);
+          std::min(1.0, tables_.lanes[direct].ns_per_byte / lane.ns_per_byte);
       // Two blocks: one that moves and one behind it.
       const double ahead = 2.0 * lane.block_part *
                            static_cast<double>(tables_.config.block_bytes);

@@ -15,12 +15,11 @@ namespace turbobus::sched {
 
 inline constexpr int kNone = -1;
 
-/// Blocks are cut for slow lanes in multiples of this part of them; a relay
-/// that is too slow for one part is not used.
+/// Blocks are cut for relays slower than the direct lane, so that they take no
+/// longer there: what has been issued cannot be taken back when others come to
+/// use the link. Cuts are multiples of this part of a block; a relay that is
+/// too slow for one part is not used.
 inline constexpr int kBlockParts = 16;
-/// A relay's block takes at most this much longer than the direct lane's: what
-/// has been issued cannot be taken back when others come to use the link.
-inline constexpr double kMaxRelayBlockTime = 2;
 
 /// Bytes that were issued once and have to be issued again.
 struct Extent {
@@ -85,6 +84,8 @@ struct Lane {
   /// What it copies of a block, where it is much slower than the direct lane.
   double block_part = 1;
   std::vector<int> caps;
+  /// Whether it counts in `HostLink::num_sharing`.
+  bool is_sharing = false;
 
   Backlog backlog;
   LateDetector late;
@@ -144,17 +145,23 @@ struct HostLink {
   /// takes no more of the link than its bytes.
   double ns_per_byte = 0;
   Backlog backlog;
-  /// Borrowers with something to copy or in flight.
+  /// Borrowers with blocks in flight, and with those or something to copy.
+  int num_borrowing = 0;
   int num_sharing = 0;
   /// The relay's staging, shared by the borrowers.
   int64_t relay_window_bytes = 0;
   int64_t relay_in_flight_bytes = 0;
   /// Queues with a direct lane and something to issue.
   int num_own_waiting = 0;
+  /// Blocks of direct lanes in flight.
+  int num_own_in_flight = 0;
   /// Large transfers of this GPU with bytes to issue; the first has the token.
   IndexList<TransferState, &TransferState::token> token;
   /// Lock-step: the last slot in which the link got a block.
   int64_t slot = -1;
+
+  /// Whether its own GPU needs it: then it is not lent.
+  bool is_needed() const { return num_own_waiting + num_own_in_flight > 0; }
 
   int64_t ServiceNs(int64_t size_bytes) const {
     return static_cast<int64_t>(static_cast<double>(size_bytes) * ns_per_byte);

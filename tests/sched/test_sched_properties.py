@@ -287,3 +287,24 @@ def test_failures_cancellations_and_lanes_that_vanish_lose_no_byte(node, events)
             end_bytes = offset + length
         if transfer in finished - cancelled:
             assert sum(length for _, length in copied[transfer]) == size
+
+
+@settings
+@given(nodes(), st.data())
+def test_a_gpu_that_lends_its_link_loses_no_more_than_what_was_under_way(node, data):
+    """Each GPU has one transfer: what it loses is at most the two relayed blocks
+    that its link was given before its own transfer came."""
+    transfers = [
+        Transfer(
+            gpu=gpu,
+            size_bytes=data.draw(SIZES),
+            arrival_ns=data.draw(st.integers(0, 30 * MS)),
+            direction=data.draw(st.sampled_from(["h2d", "d2h"])),
+        )
+        for gpu in range(len(node.links))
+    ]
+    pooled, _ = node.run(transfers)
+    direct, _ = node.without_relays().run(transfers)
+    for transfer, with_relays, without in zip(transfers, pooled, direct, strict=True):
+        block_ns = BLOCK / (node.links[transfer.gpu] * RATE) * 1e9
+        assert with_relays <= without + 2 * block_ns + node.latency_ns + 1
