@@ -10,6 +10,7 @@ from jax_turbobus import _compat
 __all__ = [
     "KINDS",
     "check_array",
+    "check_function",
     "check_index",
     "check_out",
     "check_row",
@@ -77,6 +78,18 @@ def check_space(call: str, name: str, x: Any, space: Any) -> None:
         f"{call}: argument {name}: expected memory kind {KINDS[space]!r}, got "
         f"{kind!r} ({x.dtype}{list(x.shape)}); {_MOVE_THERE[space]}"
     )
+
+
+def check_function(call: str, name: str, f: Any) -> None:
+    """Refuses what cannot be called.
+
+    Raises:
+      TypeError: so it is.
+    """
+    if not callable(f):
+        raise TypeError(
+            f"{call}: argument {name}: expected a function, got {type(f).__qualname__}"
+        )
 
 
 def check_out(call: str, x: Any, out: Any) -> None:

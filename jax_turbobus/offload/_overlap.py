@@ -17,6 +17,7 @@ from jax_turbobus.offload._checks import (
     DEVICE,
     HOST,
     check_array,
+    check_function,
     check_out,
     check_space,
 )
@@ -135,7 +136,8 @@ def overlap(
       and `offload`, in the other memory.
 
     Raises:
-      TypeError: a leaf of `fetch`, `offload` or `out` is no `jax.Array`.
+      TypeError: `compute` is no function, or a leaf of `fetch`, `offload` or `out`
+        no `jax.Array`.
       ValueError: one lies in the wrong memory, or `out` does not match `offload`.
 
     Transforms:
@@ -146,6 +148,7 @@ def overlap(
       All transfers start before `compute` and are done when anything of the result
       is used.
     """
+    check_function("overlap", "compute", compute)
     for leaf in jax.tree.leaves(fetch):
         check_array("overlap", "fetch", leaf)
         check_space("overlap", "fetch", leaf, HOST)

@@ -9,7 +9,12 @@ import numpy as np
 
 from jax_turbobus import _ffi
 from jax_turbobus.offload import _primitives as p
-from jax_turbobus.offload._checks import check_stack
+from jax_turbobus.offload._checks import (
+    DEVICE,
+    check_function,
+    check_space,
+    check_stack,
+)
 from jax_turbobus.offload._overlap import Transfer, beside
 from jax_turbobus.offload._programs import compiled_for
 from jax_turbobus.offload._rows import vary_alike, vary_over
@@ -40,9 +45,10 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
       A tree like `x`.
 
     Raises:
-      TypeError: a leaf of `stack` is no `jax.Array`.
+      TypeError: `f` is no function, or a leaf of `stack` no `jax.Array`.
       ValueError: a leaf of `stack` is not in pinned host memory or has no layers,
-        they disagree about how many, or `f` returns something unlike `x`.
+        they disagree about how many, `x` is not in device memory, or `f` returns
+        something unlike `x`.
 
     Transforms:
       jit, reverse-mode differentiation (the gradient of `stack` is in pinned host
@@ -51,6 +57,7 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
     Source:
       docs/offload.md, "Layers".
     """
+    check_function("scan_layers", "f", f)
     leaves = jax.tree.leaves(stack)
     if not leaves:
         raise ValueError("scan_layers: argument stack: expected arrays, got none")
@@ -62,6 +69,9 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
             "scan_layers: argument stack: expected one number of layers, the first "
             f"axis of every leaf; got {lengths}"
         )
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, jax.Array):
+            check_space("scan_layers", "x", leaf, DEVICE)
     _ffi.register()
     return compiled_for(_scan_layers, f)(stack, x)
 

@@ -1,0 +1,363 @@
+"""Bad arguments: an error that names the argument, what was expected, what came."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_turbobus as tb
+from jax_turbobus import _ffi
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_device(shape=(16, 32), dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def on_host(shape=(16, 32), dtype=jnp.float32):
+    return jax.device_put(on_device(shape, dtype), HOST)
+
+
+def unpinned(shape=(16, 32)):
+    x = on_device(shape)
+    return jax.device_put(x, x.sharding.with_memory_kind("unpinned_host"))
+
+
+def identity(x):
+    return x
+
+
+CASES = {
+    # What is called, the error, and what its message must tell.
+    "to_device: device memory": (
+        lambda: tb.to_device(on_device()),
+        ValueError,
+        ["to_device", "argument x", "'pinned_host'", "'device'", "float32[16, 32]"],
+    ),
+    "to_device: unpinned host memory": (
+        lambda: tb.to_device(unpinned()),
+        ValueError,
+        ["argument x", "'pinned_host'", "'unpinned_host'"],
+    ),
+    "to_device: NumPy array": (
+        lambda: tb.to_device(np.ones(3)),
+        TypeError,
+        ["argument x", "jax.Array", "numpy.ndarray", "jax.device_put"],
+    ),
+    "to_device: a leaf of a tree": (
+        lambda: tb.to_device({"a": on_host(), "b": 1.5}),
+        TypeError,
+        ["argument x", "jax.Array", "float"],
+    ),
+    "to_host: host memory": (
+        lambda: tb.to_host(on_host()),
+        ValueError,
+        ["to_host", "argument x", "'device'", "'pinned_host'"],
+    ),
+    "to_host: out on the device": (
+        lambda: tb.to_host(on_device(), on_device()),
+        ValueError,
+        ["argument out", "'pinned_host'", "'device'"],
+    ),
+    "to_host: out of another shape": (
+        lambda: tb.to_host(on_device(), on_host((32, 16))),
+        ValueError,
+        ["argument out", "(16, 32)", "(32, 16)"],
+    ),
+    "to_host: out of another dtype": (
+        lambda: tb.to_host(on_device(), on_host(dtype=jnp.bfloat16)),
+        TypeError,
+        ["argument out", "float32", "bfloat16"],
+    ),
+    "to_host: out of another tree": (
+        lambda: tb.to_host({"a": on_device()}, {"b": on_host()}),
+        ValueError,
+        ["argument out", "'a'", "'b'"],
+    ),
+    "to_host: out is a number": (
+        lambda: tb.to_host(on_device(), 3),
+        TypeError,
+        ["argument out", "jax.Array", "int"],
+    ),
+    "device_put: a sharding": (
+        lambda: tb.device_put(on_device(), jax.devices()[0]),
+        ValueError,
+        ["argument space", "Space.Host", "jax.device_put"],
+    ),
+    "fetch: stack on the device": (
+        lambda: tb.fetch(on_device(), 0),
+        ValueError,
+        ["fetch", "argument stack", "'pinned_host'", "'device'"],
+    ),
+    "fetch: no rows": (
+        lambda: tb.fetch(on_host((0, 32)), 0),
+        ValueError,
+        ["argument stack", "(0, 32)"],
+    ),
+    "fetch: a scalar": (
+        lambda: tb.fetch(on_host(()), 0),
+        ValueError,
+        ["argument stack", "[num_layers, ...]", "()"],
+    ),
+    "fetch: float index": (
+        lambda: tb.fetch(on_host(), jnp.float32(1)),
+        TypeError,
+        ["argument i", "integer", "float32"],
+    ),
+    "fetch: index of a list": (
+        lambda: tb.fetch(on_host(), [1]),
+        TypeError,
+        ["argument i", "integer", "list"],
+    ),
+    "fetch: index is True": (
+        lambda: tb.fetch(on_host(), True),
+        TypeError,
+        ["argument i", "integer", "bool"],
+    ),
+    "fetch: several indices": (
+        lambda: tb.fetch(on_host(), jnp.arange(3)),
+        ValueError,
+        ["argument i", "scalar", "(3,)", "jax.vmap"],
+    ),
+    "fetch: rows that end within a byte": (
+        lambda: tb.fetch(on_host((16, 33), jnp.int4), 0),
+        ValueError,
+        ["argument stack", "(33,) int4", "byte"],
+    ),
+    "store: row on the host": (
+        lambda: tb.store(on_host(), 0, on_host((32,))),
+        ValueError,
+        ["store", "argument x", "'device'", "'pinned_host'"],
+    ),
+    "store: row of another shape": (
+        lambda: tb.store(on_host(), 0, on_device((16,))),
+        ValueError,
+        ["argument x", "(32,)", "(16,)"],
+    ),
+    "store: row of another dtype": (
+        lambda: tb.store(on_host(), 0, on_device((32,), jnp.int32)),
+        TypeError,
+        ["argument x", "float32", "int32"],
+    ),
+    "store: row of another tree": (
+        lambda: tb.store({"a": on_host()}, 0, on_device((32,))),
+        ValueError,
+        ["argument x", "tree", "'a'"],
+    ),
+    "overlap: fetch on the device": (
+        lambda: tb.overlap(identity, on_device(), fetch=on_device()),
+        ValueError,
+        ["overlap", "argument fetch", "'pinned_host'", "'device'"],
+    ),
+    "overlap: offload on the host": (
+        lambda: tb.overlap(identity, on_device(), offload=[on_host()]),
+        ValueError,
+        ["argument offload", "'device'", "'pinned_host'"],
+    ),
+    "overlap: fetch is no array": (
+        lambda: tb.overlap(identity, on_device(), fetch="x"),
+        TypeError,
+        ["argument fetch", "jax.Array", "str"],
+    ),
+    "overlap: out of another tree": (
+        lambda: tb.overlap(identity, 1, offload=on_device(), out=[on_host()]),
+        ValueError,
+        ["argument out", "offload"],
+    ),
+    "overlap: compute is no function": (
+        lambda: tb.overlap(on_device(), fetch=on_host()),
+        TypeError,
+        ["argument compute", "function", "Array"],
+    ),
+    "scan_layers: no layers": (
+        lambda: tb.scan_layers(lambda w, x: x, {}, on_device()),
+        ValueError,
+        ["scan_layers", "argument stack", "none"],
+    ),
+    "scan_layers: layers on the device": (
+        lambda: tb.scan_layers(lambda w, x: x, on_device(), on_device()),
+        ValueError,
+        ["argument stack", "'pinned_host'", "'device'"],
+    ),
+    "scan_layers: two numbers of layers": (
+        lambda: tb.scan_layers(
+            lambda w, x: x, {"a": on_host(), "b": on_host((3, 4))}, on_device()
+        ),
+        ValueError,
+        ["argument stack", "[3, 16]"],
+    ),
+    "scan_layers: another shape": (
+        lambda: tb.scan_layers(lambda w, x: x[:8], on_host(), on_device()),
+        ValueError,
+        ["argument f", "float32[16, 32]", "float32[8, 32]"],
+    ),
+    "scan_layers: another dtype": (
+        lambda: tb.scan_layers(
+            lambda w, x: x.astype(jnp.bfloat16), on_host(), on_device()
+        ),
+        ValueError,
+        ["argument f", "float32", "bfloat16", "cast"],
+    ),
+    "scan_layers: another tree": (
+        lambda: tb.scan_layers(lambda w, x: (x, x), on_host(), on_device()),
+        ValueError,
+        ["argument f", "tree structure"],
+    ),
+    "scan_layers: x on the host": (
+        lambda: tb.scan_layers(lambda w, x: x, on_host(), on_host()),
+        ValueError,
+        ["argument x", "'device'", "'pinned_host'"],
+    ),
+    "scan_layers: f is no function": (
+        lambda: tb.scan_layers(None, on_host(), on_device()),
+        TypeError,
+        ["argument f", "function", "NoneType"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_arguments_are_refused_in_words(name):
+    call, error, parts = CASES[name]
+    with pytest.raises(error) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"])
+def test_dtypes_that_cannot_be_moved_are_refused(name):
+    # Only traced: XLA itself cannot make an array of most of these.
+    x = jax.ShapeDtypeStruct((16, 32), jnp.dtype(name))
+    with pytest.raises(TypeError, match=f"argument x: arrays of {name}"):
+        jax.eval_shape(tb.to_host, x)
+
+
+def test_errors_come_at_trace_time():
+    """Inside jit, too, and before anything runs."""
+    with pytest.raises(ValueError, match="argument out: expected shape"):
+        jax.jit(tb.to_host).lower(on_device(), on_host((32, 16)))
+    with pytest.raises(ValueError, match="argument x: expected memory kind"):
+        jax.jit(lambda x: tb.to_device(jnp.sin(x))).lower(on_device())
+
+
+def test_an_out_of_another_sharding_is_refused():
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+        x = jax.device_put(on_device(), NamedSharding(mesh, P("x")))
+        other = NamedSharding(mesh, P("y"), memory_kind="pinned_host")
+        out = jax.device_put(on_device(), other)
+        with pytest.raises(
+            ValueError, match="argument out: expected the sharding of x"
+        ):
+            tb.to_host(x, out)
+        if axis_type == AxisType.Explicit:  # there, types tell while tracing
+            with pytest.raises(ValueError, match="argument out: expected the sharding"):
+                jax.jit(tb.to_host).lower(x, out)
+
+
+def test_a_stack_sharded_between_its_rows_is_refused():
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+        sharding = NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+        stack = jax.device_put(on_device(), sharding)
+        with pytest.raises(ValueError, match=re.escape("must not be sharded")):
+            tb.fetch(stack, 0)
+
+
+def test_a_deleted_array_is_refused_by_jax():
+    host = tb.to_host(on_device())
+    tb.to_host(on_device(), host)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        tb.to_device(host)
+
+
+def call(target, operands, result, **attributes):
+    """One of our targets, called as nobody should: handlers check what they get."""
+    _ffi.register()
+    aval = jax.ShapeDtypeStruct(*result)
+    program = jax.jit(lambda *xs: jax.ffi.ffi_call(target, aval)(*xs, **attributes))
+    return jax.block_until_ready(program(*operands))
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "result", "attributes", "parts"),
+    [
+        (
+            "turbobus_h2d_copy",
+            [on_device],
+            ((8, 32), jnp.float32),
+            {},
+            ["turbobus_h2d_copy", "source", "[16,32]", "result", "[8,32]"],
+        ),
+        (
+            "turbobus_d2h_copy",
+            [on_device, lambda: on_device((16, 31))],
+            ((16, 32), jnp.float32),
+            {},
+            ["turbobus_d2h_copy", "out", "[16,31]"],
+        ),
+        (
+            "turbobus_fetch",
+            [on_device, lambda: jnp.int32(0)],
+            ((31,), jnp.float32),
+            {"axis": np.int64(0)},
+            ["turbobus_fetch", "no row along axis 0"],
+        ),
+        (
+            "turbobus_fetch",
+            [on_device, lambda: jnp.float32(0)],
+            ((32,), jnp.float32),
+            {"axis": np.int64(0)},
+            ["turbobus_fetch", "expected one int32"],
+        ),
+        (
+            "turbobus_fetch",
+            [on_device, lambda: jnp.int32(0)],
+            ((32,), jnp.float32),
+            {"axis": np.int64(7)},
+            ["turbobus_fetch", "axis 7"],
+        ),
+        (
+            "turbobus_store",
+            [on_device, lambda: jnp.int32(0), lambda: on_device((32,), jnp.int32)],
+            ((16, 32), jnp.float32),
+            {"axis": np.int64(0)},
+            ["turbobus_store", "no row along axis 0"],
+        ),
+    ],
+)
+def test_handlers_check_what_they_get(target, operands, result, attributes, parts):
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        call(target, [make() for make in operands], result, **attributes)
+    message = str(caught.value)
+    assert message.startswith("INVALID_ARGUMENT: jax_turbobus: ")
+    for part in parts:
+        assert part in message
+
+
+def test_an_alias_that_is_not_shared_still_gives_the_right_bytes():
+    """XLA may drop one; here there is none to begin with."""
+    x, stack = on_device() * 3, on_device((4, 16, 32))
+    copied = call("turbobus_d2h_copy", [x, on_device()], (x.shape, x.dtype))
+    np.testing.assert_array_equal(copied, x)
+    stored = call(
+        "turbobus_store",
+        [stack, jnp.int32(2), x],
+        (stack.shape, stack.dtype),
+        axis=np.int64(0),
+    )
+    np.testing.assert_array_equal(stored, stack.at[2].set(x))
+
+
+def test_a_library_for_another_ffi_is_refused_before_jax_sees_it():
+    found = _ffi._compat.ffi_api_version()
+    for version in ((found[0], found[1] + 1), (found[0] + 1, 0)):
+        with pytest.raises(ImportError, match="was built against XLA FFI"):
+            _ffi.check_api_version("a library", version)
+    _ffi.check_api_version("a library", (found[0], 0))
