@@ -35,14 +35,10 @@ Status CheckType(const AnyBuffer& buffer, std::string_view name,
       std::to_string(static_cast<int>(buffer.element_type())));
 }
 
-StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
-                       const AnyBuffer& tokens, const AnyBuffer& expert_ids,
-                       const AnyBuffer& rows) {
+StatusOr<Sizes> DecodePlan(const Attributes& attributes, int num_ranks,
+                           const AnyBuffer& expert_ids, int64_t num_rows) {
   const auto ids = expert_ids.dimensions();
-  const auto row = rows.dimensions();
-  if (ids.size() < 2 || row.size() != ids.size()) {
-    return InvalidArgument("expert_ids, rows: expected ranks >= 2, the same");
-  }
+  if (ids.size() < 2) return InvalidArgument("expert_ids: expected rank >= 2");
   if (attributes.num_experts < 1 || attributes.num_experts % num_ranks != 0 ||
       attributes.num_experts > std::numeric_limits<int32_t>::max() ||
       attributes.expert_capacity < 0 || attributes.schedule < 0 ||
@@ -54,7 +50,6 @@ StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
   }
   Sizes sizes;
   sizes.batch.assign(ids.begin(), ids.end() - 2);
-  sizes.hidden = row.back();
   moe::ExchangeConfig& config = sizes.config;
   moe::ExchangeShape& shape = config.shape;
   for (int64_t d : sizes.batch) config.num_batches *= d;
@@ -62,23 +57,36 @@ StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
   shape.num_experts = static_cast<int>(attributes.num_experts);
   shape.num_tokens = ids[ids.size() - 2];
   shape.top_k = static_cast<int>(ids.back());
-  shape.recv_capacity = row[row.size() - 2];
+  shape.recv_capacity = num_rows;
   shape.expert_capacity = attributes.expert_capacity;
-  if (shape.recv_capacity > std::numeric_limits<int32_t>::max()) {
-    return InvalidArgument("rows: more than 2^31 - 1 of them");
+  if (num_rows < 0 || num_rows > std::numeric_limits<int32_t>::max()) {
+    return InvalidArgument("rows: expected 0 to 2^31 - 1 of them");
   }
   if (shape.is_padded() && shape.expert_capacity * shape.num_local_experts() !=
                                shape.recv_capacity) {
     return InvalidArgument("rows: not expert_capacity for each local expert");
   }
-  config.row_bytes =
-      sizes.hidden *
-      static_cast<int64_t>(xla::ffi::ByteWidth(rows.element_type()));
   config.schedule = static_cast<moe::Schedule>(attributes.schedule);
-  TB_RETURN_IF_ERROR(CheckShape(tokens, "tokens", sizes.Tokens()));
-  TB_RETURN_IF_ERROR(CheckType(tokens, "tokens", rows.element_type()));
   TB_RETURN_IF_ERROR(CheckShape(expert_ids, "expert_ids", sizes.Choices()));
   TB_RETURN_IF_ERROR(CheckType(expert_ids, "expert_ids", xla::ffi::S32));
+  return sizes;
+}
+
+StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,
+                       const AnyBuffer& tokens, const AnyBuffer& expert_ids,
+                       const AnyBuffer& rows) {
+  const auto row = rows.dimensions();
+  if (row.size() < 2 || row.size() != expert_ids.dimensions().size()) {
+    return InvalidArgument("expert_ids, rows: expected ranks >= 2, the same");
+  }
+  TB_ASSIGN_OR_RETURN(Sizes sizes, DecodePlan(attributes, num_ranks, expert_ids,
+                                              row[row.size() - 2]));
+  sizes.hidden = row.back();
+  sizes.config.row_bytes =
+      sizes.hidden *
+      static_cast<int64_t>(xla::ffi::ByteWidth(rows.element_type()));
+  TB_RETURN_IF_ERROR(CheckShape(tokens, "tokens", sizes.Tokens()));
+  TB_RETURN_IF_ERROR(CheckType(tokens, "tokens", rows.element_type()));
   TB_RETURN_IF_ERROR(CheckShape(rows, "rows", sizes.Rows()));
   return sizes;
 }

@@ -49,6 +49,11 @@ struct Sizes {
   }
 };
 
+/// Reads the sizes that need no rows: `hidden` and `config.row_bytes` stay 0.
+StatusOr<Sizes> DecodePlan(const Attributes& attributes, int num_ranks,
+                           const xla::ffi::AnyBuffer& expert_ids,
+                           int64_t num_rows);
+
 /// Reads the sizes off the operands that every exchange has; INVALID_ARGUMENT
 /// names the one that does not fit.
 StatusOr<Sizes> Decode(const Attributes& attributes, int num_ranks,

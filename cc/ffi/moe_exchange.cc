@@ -55,6 +55,17 @@ xla::ffi::Future Exchange(const Attributes& attributes, const AnyBuffer& keys,
   return Arrive(*meeting, std::move(member), &MakeFrom<Call, kMake>);
 }
 
+Status CheckPlan(const Sizes& sizes, const AnyBuffer& group_sizes,
+                 const AnyBuffer& wanted, const AnyBuffer& slots) {
+  for (const auto& [buffer, name] :
+       {std::pair{&group_sizes, "group_sizes"}, {&wanted, "wanted"}}) {
+    TB_RETURN_IF_ERROR(CheckShape(*buffer, name, sizes.LocalExperts()));
+    TB_RETURN_IF_ERROR(CheckType(*buffer, name, xla::ffi::S32));
+  }
+  TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+  return CheckType(slots, "slots", xla::ffi::S32);
+}
+
 xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
                           AnyBuffer expert_ids, Result rows, Result group_sizes,
                           Result wanted, Result slots, std::string_view axis,
@@ -66,13 +77,7 @@ xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
                         moe::DispatchCall& call) -> Status {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
                                                   tokens, expert_ids, *rows));
-    for (const auto& [result, name] :
-         {std::pair{&group_sizes, "group_sizes"}, {&wanted, "wanted"}}) {
-      TB_RETURN_IF_ERROR(CheckShape(**result, name, sizes.LocalExperts()));
-      TB_RETURN_IF_ERROR(CheckType(**result, name, xla::ffi::S32));
-    }
-    TB_RETURN_IF_ERROR(CheckShape(*slots, "slots", sizes.Choices()));
-    TB_RETURN_IF_ERROR(CheckType(*slots, "slots", xla::ffi::S32));
+    TB_RETURN_IF_ERROR(CheckPlan(sizes, *group_sizes, *wanted, *slots));
     call.config = sizes.config;
     call.tokens = tokens.untyped_data();
     call.expert_ids = Ints(expert_ids);
@@ -87,6 +92,61 @@ xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
   };
   return Exchange<moe::DispatchCall, &moe::MakeDispatch>(attributes, keys, rank,
                                                          fill);
+}
+
+/// The plan of a dispatch alone: what `Dispatch` returns but its rows.
+xla::ffi::Future Plan(AnyBuffer keys, AnyBuffer rank, AnyBuffer expert_ids,
+                      Result group_sizes, Result wanted, Result slots,
+                      std::string_view axis, int64_t num_experts,
+                      int64_t expert_capacity, int64_t schedule,
+                      int64_t num_rows) {
+  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
+                                 schedule};
+  const auto fill = [&](moe::Meeting& meeting,
+                        moe::DispatchCall& call) -> Status {
+    TB_ASSIGN_OR_RETURN(
+        const Sizes sizes,
+        DecodePlan(attributes, meeting.num_ranks, expert_ids, num_rows));
+    TB_RETURN_IF_ERROR(CheckPlan(sizes, *group_sizes, *wanted, *slots));
+    call.config = sizes.config;
+    call.expert_ids = Ints(expert_ids);
+    call.group_sizes = static_cast<int32_t*>(group_sizes->untyped_data());
+    call.wanted = static_cast<int32_t*>(wanted->untyped_data());
+    call.slots = static_cast<int32_t*>(slots->untyped_data());
+    moe::CountDispatch(call);
+    meeting.size_bytes = expert_ids.size_bytes();
+    return OkStatus();
+  };
+  return Exchange<moe::DispatchCall, &moe::MakeDispatch>(attributes, keys, rank,
+                                                         fill);
+}
+
+/// The rows of a planned dispatch, a result of their own: XLA lets what
+/// follows write over them, which it never does with a part of a tuple.
+xla::ffi::Future Deliver(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
+                         AnyBuffer expert_ids, AnyBuffer slots,
+                         AnyBuffer group_sizes, Result rows,
+                         std::string_view axis, int64_t num_experts,
+                         int64_t expert_capacity, int64_t schedule) {
+  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
+                                 schedule};
+  const auto fill = [&](moe::Meeting& meeting,
+                        moe::DeliverCall& call) -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
+                                                  tokens, expert_ids, *rows));
+    TB_RETURN_IF_ERROR(CheckPlan(sizes, group_sizes, group_sizes, slots));
+    call.config = sizes.config;
+    call.tokens = tokens.untyped_data();
+    call.expert_ids = Ints(expert_ids);
+    call.slots = Ints(slots);
+    call.group_sizes = Ints(group_sizes);
+    call.rows = rows->untyped_data();
+    moe::AdviseHugePages(call.rows, rows->size_bytes());
+    meeting.size_bytes = tokens.size_bytes();
+    return OkStatus();
+  };
+  return Exchange<moe::DeliverCall, &moe::MakeDeliver>(attributes, keys, rank,
+                                                       fill);
 }
 
 /// Combine, and with `weights` null the transpose of dispatch.
@@ -200,6 +260,27 @@ XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch,
                            .Ret<AnyBuffer>()  // slots
                        TB_EXCHANGE_ATTRIBUTES);
 
+XLA_FFI_DEFINE_HANDLER(kPlan, Plan,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Ret<AnyBuffer>()  // group_sizes
+                           .Ret<AnyBuffer>()  // wanted
+                           .Ret<AnyBuffer>()  // slots
+                       TB_EXCHANGE_ATTRIBUTES.Attr<int64_t>("num_rows"));
+
+XLA_FFI_DEFINE_HANDLER(kDeliver, Deliver,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // keys
+                           .Arg<AnyBuffer>()  // rank
+                           .Arg<AnyBuffer>()  // tokens
+                           .Arg<AnyBuffer>()  // expert_ids
+                           .Arg<AnyBuffer>()  // slots
+                           .Arg<AnyBuffer>()  // group_sizes
+                           .Ret<AnyBuffer>()  // rows
+                       TB_EXCHANGE_ATTRIBUTES);
+
 XLA_FFI_DEFINE_HANDLER(kCombine, Combine,
                        xla::ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()  // keys
@@ -242,6 +323,8 @@ XLA_FFI_DEFINE_HANDLER(kCombineGrad, CombineGrad,
 std::vector<Target> MoeExchangeTargets() {
   return {
       {"turbobus_moe_dispatch", kDispatch},
+      {"turbobus_moe_dispatch_plan", kPlan},
+      {"turbobus_moe_dispatch_rows", kDeliver},
       {"turbobus_moe_dispatch_grad", kDispatchGrad},
       {"turbobus_moe_combine", kCombine},
       {"turbobus_moe_combine_grad", kCombineGrad},

@@ -87,9 +87,13 @@ class Exchange : public Work {
 class Dispatch : public Exchange<DispatchCall> {
  public:
   explicit Dispatch(std::span<const DispatchCall* const> calls)
-      : Exchange(calls) {
+      : Exchange(calls), moves_rows_(calls[0]->rows != nullptr) {
     for (int64_t b = 0; b < config_.num_batches; ++b) Plan(b);
-    AddTokensAndPadding();
+    if (moves_rows_) {
+      AddTokensAndPadding();
+    } else {
+      AddTokens();
+    }
   }
 
   void Run(int64_t index) override {
@@ -100,10 +104,12 @@ class Dispatch : public Exchange<DispatchCall> {
     }
     const DispatchCall& call = *calls_[piece.rank];
     for (int64_t t = piece.begin; t < piece.end; ++t) Send(call, piece, t);
-    count_.Add(piece, call.expert_ids, call.slots);
+    if (moves_rows_) count_.Add(piece, call.expert_ids, call.slots);
   }
 
-  void Finish() override { count_.Log("dispatch", /*is_to_experts=*/true); }
+  void Finish() override {
+    if (moves_rows_) count_.Log("dispatch", /*is_to_experts=*/true);
+  }
 
  private:
   void Plan(int64_t batch) {
@@ -133,14 +139,52 @@ class Dispatch : public Exchange<DispatchCall> {
     for (int j = 0; j < shape_.top_k; ++j) {
       if (slots[j] == kNoRow) continue;
       slots[j] = plan.row(piece.rank, choices[j], slots[j]);
-      if (slots[j] == kNoRow || IsRepeated(choices, j)) continue;
+      if (!moves_rows_ || slots[j] == kNoRow || IsRepeated(choices, j))
+        continue;
       std::memcpy(At(OwnerOf(choices[j]).rows, RowIndex(piece.batch, slots[j]),
                      row_bytes),
                   token, row_bytes);
     }
   }
 
+  const bool moves_rows_;
   std::vector<RowPlan> plans_;  // By batch.
+};
+
+class Deliver : public Exchange<DeliverCall> {
+ public:
+  explicit Deliver(std::span<const DeliverCall* const> calls)
+      : Exchange(calls) {
+    AddTokensAndPadding();
+  }
+
+  void Run(int64_t index) override {
+    const Piece& piece = pieces_[index];
+    const DeliverCall& call = *calls_[piece.rank];
+    if (piece.kind == Piece::Kind::kPadding) {
+      ZeroPadding(config_, piece, call.rows);
+      return;
+    }
+    for (int64_t t = piece.begin; t < piece.end; ++t) Send(call, piece, t);
+    count_.Add(piece, call.expert_ids, call.slots);
+  }
+
+  void Finish() override { count_.Log("dispatch", /*is_to_experts=*/true); }
+
+ private:
+  void Send(const DeliverCall& call, const Piece& piece, int64_t t) const {
+    const int64_t first = FirstChoice(piece, t);
+    const char* token =
+        At(call.tokens, piece.batch * shape_.num_tokens + t, config_.row_bytes);
+    for (int j = 0; j < shape_.top_k; ++j) {
+      const int64_t c = first + j;
+      if (!HasRow(shape_, call.expert_ids, call.slots, c)) continue;
+      if (IsRepeated(call.expert_ids + first, j)) continue;
+      std::memcpy(At(OwnerOf(call.expert_ids[c]).rows,
+                     RowIndex(piece.batch, call.slots[c]), config_.row_bytes),
+                  token, config_.row_bytes);
+    }
+  }
 };
 
 class Combine : public Exchange<CombineCall> {
@@ -279,6 +323,12 @@ StatusOr<std::unique_ptr<Work>> MakeDispatch(
     std::span<const DispatchCall* const> calls) {
   TB_RETURN_IF_ERROR(CheckSame(calls));
   return std::unique_ptr<Work>(new Dispatch(calls));
+}
+
+StatusOr<std::unique_ptr<Work>> MakeDeliver(
+    std::span<const DeliverCall* const> calls) {
+  TB_RETURN_IF_ERROR(CheckSame(calls));
+  return std::unique_ptr<Work>(new Deliver(calls));
 }
 
 StatusOr<std::unique_ptr<Work>> MakeCombine(

@@ -34,7 +34,8 @@ struct ExchangeConfig {
                          const ExchangeConfig&) = default;
 };
 
-/// Tokens to the ranks of their experts.
+/// Tokens to the ranks of their experts. With null `rows` and `tokens` and
+/// row_bytes 0 only planned: `MakeDeliver` moves them.
 struct DispatchCall {
   ExchangeConfig config;
   const void* tokens = nullptr;         // [B, num_tokens, row]
@@ -50,6 +51,16 @@ struct DispatchCall {
 
 /// The part of a dispatch that needs nobody else, to be done before meeting.
 void CountDispatch(DispatchCall& call);
+
+/// The rows of a dispatch that has been planned.
+struct DeliverCall {
+  ExchangeConfig config;
+  const void* tokens = nullptr;          // [B, num_tokens, row]
+  const int32_t* expert_ids = nullptr;   // [B, num_tokens, top_k]
+  const int32_t* slots = nullptr;        // [B, num_tokens, top_k]
+  const int32_t* group_sizes = nullptr;  // [B, num_local_experts]
+  void* rows = nullptr;  // [B, recv_capacity, row], padding zero
+};
 
 /// Rows back to their tokens, added up.
 struct CombineCall {
@@ -82,6 +93,8 @@ struct CombineGradCall {
 // their configurations differ.
 StatusOr<std::unique_ptr<Work>> MakeDispatch(
     std::span<const DispatchCall* const> calls);
+StatusOr<std::unique_ptr<Work>> MakeDeliver(
+    std::span<const DeliverCall* const> calls);
 StatusOr<std::unique_ptr<Work>> MakeCombine(
     std::span<const CombineCall* const> calls);
 StatusOr<std::unique_ptr<Work>> MakeCombineGrad(

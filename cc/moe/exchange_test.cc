@@ -83,6 +83,29 @@ struct Layer {
     RunAll(MakeDispatch(Pointers(calls)));
   }
 
+  /// The same in two exchanges: one plans, one moves.
+  void DispatchInTwo() {
+    std::vector<DispatchCall> plans(config.shape.num_ranks);
+    std::vector<DeliverCall> calls(config.shape.num_ranks);
+    for (size_t r = 0; r < calls.size(); ++r) {
+      plans[r].config = config;
+      plans[r].config.row_bytes = 0;
+      plans[r].expert_ids = ids[r].data();
+      plans[r].group_sizes = group_sizes[r].data();
+      plans[r].wanted = wanted[r].data();
+      plans[r].slots = slots[r].data();
+      CountDispatch(plans[r]);
+      calls[r] = {.config = config,
+                  .tokens = tokens[r].data(),
+                  .expert_ids = ids[r].data(),
+                  .slots = slots[r].data(),
+                  .group_sizes = group_sizes[r].data(),
+                  .rows = rows[r].data()};
+    }
+    RunAll(MakeDispatch(Pointers(plans)));
+    RunAll(MakeDeliver(Pointers(calls)));
+  }
+
   void Combine(bool is_weighted) {
     std::vector<CombineCall> calls(config.shape.num_ranks);
     for (size_t r = 0; r < calls.size(); ++r) {
@@ -111,6 +134,21 @@ ExchangeShape RandomShape(std::mt19937& random) {
     shape.recv_capacity = below(40);
   }
   return shape;
+}
+
+TEST(ExchangeTest, PlanningAndMovingApartIsTheSameDispatch) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 60; ++round) {
+    Layer layer(RandomShape(random), 1 + random() % 40, 1 + random() % 3,
+                random);
+    Layer in_two = layer;
+    layer.Dispatch();
+    in_two.DispatchInTwo();
+    EXPECT_EQ(in_two.rows, layer.rows);
+    EXPECT_EQ(in_two.slots, layer.slots);
+    EXPECT_EQ(in_two.group_sizes, layer.group_sizes);
+    EXPECT_EQ(in_two.wanted, layer.wanted);
+  }
 }
 
 TEST(ExchangeTest, DispatchThenCombineIsTheWeightedIdentityOfWhatIsKept) {

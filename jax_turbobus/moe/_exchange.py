@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
 
+from jax_turbobus import _ffi
 from jax_turbobus.moe import _matching, _primitives
 from jax_turbobus.moe._routing import Routing
 
@@ -58,6 +61,55 @@ _bring_p = _primitives.exchange_primitive(
 _bring_grad_p = _primitives.exchange_primitive(
     "combine_grad", out_avals=_bring_grad_avals, not_attributes=_SIZES
 )
+
+
+# Rows of fewer bytes come from the same call as their plan, which meets only once.
+_LARGE_BYTES = 1 << 20
+
+# The second meeting's key: the first one's with the words of the key proper flipped.
+_FLIP_KEY = np.array([-1, -1, 0, 0], np.int32)
+
+
+def _send_in_two(
+    keys: jax.Array,
+    rank: jax.Array,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    *,
+    num_rows: int,
+    num_local_experts: int,
+    **attributes: Any,
+) -> Any:
+    """Returns what `_send_p` does, through a call for the plan and one for the rows.
+
+    XLA on CPU devices lets an elementwise consumer write over the result of a call, but
+    never over a part of a tuple: with rows in a call of their own, experts that begin
+    or end so need no second buffer of fresh pages.
+    """
+    avals = _send_avals(
+        tokens, expert_ids, num_rows=num_rows, num_local_experts=num_local_experts
+    )
+    plan: Any = jax.ffi.ffi_call("turbobus_moe_dispatch_plan", avals[1:])
+    group_sizes, wanted, slots = plan(
+        keys, rank, expert_ids, num_rows=np.int64(num_rows), **attributes
+    )
+    move: Any = jax.ffi.ffi_call("turbobus_moe_dispatch_rows", avals[0])
+    rows = move(
+        keys ^ _FLIP_KEY, rank, tokens, expert_ids, slots, group_sizes, **attributes
+    )
+    return rows, group_sizes, wanted, slots
+
+
+def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    rows = ctx.avals_out[0]
+    if rows.size * rows.dtype.itemsize < _LARGE_BYTES:
+        return _primitives.lower_to_target("dispatch", ctx, operands, params, _SIZES)
+    _ffi.register()
+    attributes = {k: v for k, v in params.items() if k != "axes"}
+    return mlir.lower_fun(_send_in_two)(ctx, *operands, **attributes)
+
+
+mlir.register_lowering(_send_p, _lower_send_cpu, platform="cpu")
 
 
 def _bind(primitive: Any, routing: Routing, *operands: jax.Array) -> Any:

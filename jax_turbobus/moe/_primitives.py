@@ -25,6 +25,7 @@ __all__ = [
     "NUM_MEETING_OPERANDS",
     "exchange_primitive",
     "gather_keys",
+    "lower_to_target",
     "new_key",
 ]
 
@@ -85,11 +86,7 @@ def exchange_primitive(
         return out, [0] * len(out)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        _ffi.register()
-        unused = {"axes", *not_attributes}
-        attributes = {k: v for k, v in params.items() if k not in unused}
-        rule = jax.ffi.ffi_lowering(f"turbobus_moe_{name}")
-        return rule(ctx, *operands, **attributes)
+        return lower_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         return lower(
@@ -102,6 +99,29 @@ def exchange_primitive(
     mlir.register_lowering(primitive, lower, platform="cpu")
     mlir.register_lowering(primitive, lower_gpu, platform="cuda")
     return primitive
+
+
+def lower_to_target(
+    name: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    not_attributes: Sequence[str] = (),
+) -> Any:
+    """Returns the IR values of a call to the FFI target ``turbobus_moe_<name>``.
+
+    Args:
+      name: of the target.
+      ctx: the `LoweringRuleContext`.
+      operands: IR values.
+      params: of the primitive; all but ``axes`` and `not_attributes` are attributes.
+      not_attributes: parameters that the target does not take.
+    """
+    _ffi.register()
+    unused = {"axes", *not_attributes}
+    attributes = {k: v for k, v in params.items() if k not in unused}
+    rule = jax.ffi.ffi_lowering(f"turbobus_moe_{name}")
+    return rule(ctx, *operands, **attributes)
 
 
 _new_key_p = Primitive("turbobus_moe_key")
