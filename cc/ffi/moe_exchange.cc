@@ -8,6 +8,7 @@
 #include "ffi/moe_decode.h"
 #include "ffi/moe_targets.h"
 #include "moe/exchange.h"
+#include "moe/huge_pages.h"
 #include "moe/rows.h"
 
 // The handlers of dispatch, combine and their gradients on CPU devices: decode,

@@ -1,7 +1,5 @@
 #include "moe/rows.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -152,19 +150,6 @@ ScaleAndDotFn ScaleAndDot(Element element) {
       break;
   }
   return &DotF32;
-}
-
-void AdviseHugePages(void* data, int64_t size_bytes) {
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t begin = (address + kHugePage - 1) & ~(kHugePage - 1);
-  const uintptr_t end = (address + size_bytes) & ~(kHugePage - 1);
-  if (begin >= end) return;
-#ifdef MADV_HUGEPAGE
-  // May fail where the kernel has none: only slower then.
-  static_cast<void>(
-      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
-#endif
 }
 
 }  // namespace turbobus::moe

@@ -24,11 +24,6 @@ using ScaleAndDotFn = double (*)(const void* in, const void* row, double weight,
                                  int64_t size, void* out);
 ScaleAndDotFn ScaleAndDot(Element element);
 
-/// Asks the system to back a large buffer, about to be written for the first
-/// time, with huge pages. A hint: smaller buffers are left alone. Its first
-/// touch is most of what an exchange on a CPU costs (docs/moe.md).
-void AdviseHugePages(void* data, int64_t size_bytes);
-
 }  // namespace turbobus::moe
 
 #endif  // TURBOBUS_MOE_ROWS_H_

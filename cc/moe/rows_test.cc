@@ -1,7 +1,6 @@
 #include "moe/rows.h"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <bit>
 #include <cmath>
@@ -145,21 +144,6 @@ TEST(RowsRoundingTest, SumsOfBF16AreRoundedOnceAtTheEnd) {
   uint16_t out = 0;
   WeightedSum(Element::kBF16)(rows.data(), nullptr, 9, 1, &out);
   EXPECT_EQ(FromBF16(out), 264.0f);
-}
-
-TEST(AdviseHugePagesTest, TakesAnySizeAndKeepsContents) {
-  std::vector<char> small(100, 7);
-  AdviseHugePages(small.data(), 100);
-  AdviseHugePages(nullptr, 0);
-  EXPECT_EQ(small[99], 7);
-  const size_t size = 9 << 20;
-  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(data, MAP_FAILED);
-  std::memset(data, 3, size);
-  AdviseHugePages(static_cast<char*>(data) + 64, size - 64);
-  EXPECT_EQ(static_cast<char*>(data)[size - 1], 3);
-  munmap(data, size);
 }
 
 }  // namespace
