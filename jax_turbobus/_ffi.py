@@ -75,6 +75,8 @@ def cuda() -> ModuleType | None:
     _cuda = importlib.import_module("jax_turbobus._cuda")
     check_api_version("its CUDA library", _cuda.ffi_api_version)
     _register(_cuda, "CUDA")
+    # Imported here: it imports `topology`, which imports this module.
+    importlib.import_module("jax_turbobus.gpu").start(_cuda)
     return _cuda
 
 

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_turbobus import _trace_format, config
+from jax_turbobus import _trace_format, config, gpu
 
 __all__ = ["LaneStats", "LinkStats", "Stats", "TransferStats", "stats", "trace"]
 
@@ -156,8 +156,11 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Returns what this process's engine has done, by lane, link and transfer."""
-    engine = config.engine()
+    """Returns what this process's engine has done, by lane, link and transfer.
+
+    That of `configure` if there is one, else that of the GPUs.
+    """
+    engine = config.engine() or gpu.engine()
     if engine is None:
         return Stats()
     raw = engine.stats()
@@ -186,7 +189,10 @@ def trace(path: str | os.PathLike[str]) -> int:
       ValueError: nothing is recorded: `configure` was not told to.
     """
     engine = config.engine()
-    if engine is None or not config.current().trace_events:
+    is_traced = engine is not None and config.current().trace_events
+    if engine is None and (gpus := gpu.engine()) is not None:
+        engine, is_traced = gpus, gpus.is_traced
+    if engine is None or not is_traced:
         raise ValueError(
             "trace: nothing is recorded; call jax_turbobus.configure(trace=True, ...) "
             "or set JAX_TURBOBUS_TRACE=1 first"

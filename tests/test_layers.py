@@ -24,12 +24,14 @@ PURE = {"topo", "sched"}
 IMPURE_HEADER = re.compile(r"cuda|xla/|sys/socket|^(thread|mutex|chrono|atomic)$")
 
 # package part -> parts it may import. Everything may import ANYWHERE.
-ANYWHERE = {"config", "errors", "_compat", "_observe", "topology"}
+ANYWHERE = {"config", "errors", "_compat", "_observe", "gpu", "topology"}
 FEATURES = {"offload", "moe", "sim", "node", "profile"}
 PY_ARROWS = {
     "errors": set(),
     "_compat": {"errors"},
     "_ffi": {"_core", "_cuda"},
+    "_profile_file": set(),
+    "gpu": {"_profile_file"},
     "config": {"_ffi"},
     "_observe": {"_ffi", "_trace_format"},
     "_trace_format": set(),
@@ -39,7 +41,7 @@ PY_ARROWS = {
     "moe": {"_ffi"},
     "sim": {"_ffi"},
     "node": {"_ffi"},
-    "profile": {"_ffi"},
+    "profile": {"_ffi", "_profile_file"},
     "bench": {"_ffi", *FEATURES},
     "demo": {"bench", *FEATURES},
     "commands": {"_ffi", "_discovery", "bench", "demo", *FEATURES},

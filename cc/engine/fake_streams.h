@@ -2,9 +2,11 @@
 #define TURBOBUS_ENGINE_FAKE_STREAMS_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -36,9 +38,10 @@ class FakeStreams : public transport::Streams {
   std::set<const void*> device;       // pointers that are device memory
   std::set<const void*> pageable;
   Status copy_error;  // of every later copy
-  int64_t bytes_per_ns = 50;
-  int num_copies = 0;
-  int num_yields = 0;
+  /// What each GPU copies; GPUs have clocks of their own.
+  std::map<int, int64_t> bytes_per_ns;
+  std::atomic<int> num_copies = 0;
+  std::atomic<int> num_yields = 0;
 
   /// Does one thing that can be done, if there is one.
   bool Step() {
@@ -55,6 +58,9 @@ class FakeStreams : public transport::Streams {
     stream.work.pop_front();
     now_ns_ += 100;
     work.run();
+    for (const auto& [gpu, time_ns] : time_ns_) {
+      now_ns_ = std::max(now_ns_, time_ns);
+    }
     return true;
   }
   /// Does all that can be done; whether nothing is left.
@@ -102,6 +108,11 @@ class FakeStreams : public transport::Streams {
   StatusOr<void*> AllocatePinnedHost(int64_t size_bytes) override {
     return Allocate(size_bytes);
   }
+  void Free(void* memory) override {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(memory_,
+                  [memory](const auto& m) { return m.get() == memory; });
+  }
   Status EnablePeerAccess(int relay, int gpu) override {
     if (!no_peer_access.contains({relay, gpu})) return OkStatus();
     return Unavailable("no peer access");
@@ -118,9 +129,9 @@ class FakeStreams : public transport::Streams {
       return Internal("event and stream of different GPUs");
     }
     const int64_t version = ++state->recorded;
-    Push(stream, [this, state, version] {
+    Push(stream, [this, gpu, state, version] {
       state->happened = version;
-      state->time_ns = now_ns_;
+      state->time_ns = time_ns_[gpu];
     });
     return OkStatus();
   }
@@ -131,16 +142,23 @@ class FakeStreams : public transport::Streams {
       return Internal("wait for an event never recorded");
     const int64_t version = state->recorded;
     Push(
-        stream, [] {}, [state, version] { return state->happened >= version; });
+        stream,
+        [this, state, gpu = Of(stream)->gpu] {
+          time_ns_[gpu] = std::max(time_ns_[gpu], state->time_ns);
+        },
+        [state, version] { return state->happened >= version; });
     return OkStatus();
   }
-  Status Copy(Stream stream, void* dst, const void* src,
-              int64_t size_bytes) override {
+  using transport::Streams::Copy;
+  Status Copy(Stream stream, void* dst, const void* src, int64_t size_bytes,
+              transport::CopyKind) override {
     const std::lock_guard lock(mutex_);
     if (!copy_error.ok()) return copy_error;
     ++num_copies;
-    Push(stream, [this, dst, src, size_bytes] {
-      now_ns_ += size_bytes / bytes_per_ns;
+    Push(stream, [this, gpu = Of(stream)->gpu, dst, src, size_bytes] {
+      const auto rate = bytes_per_ns.find(gpu);
+      time_ns_[gpu] +=
+          size_bytes / (rate == bytes_per_ns.end() ? 50 : rate->second);
       std::memcpy(dst, src, static_cast<size_t>(size_bytes));
     });
     return OkStatus();
@@ -230,6 +248,7 @@ class FakeStreams : public transport::Streams {
   mutable std::mutex mutex_;
   std::mt19937_64 random_;
   int64_t now_ns_ = 1;
+  std::map<int, int64_t> time_ns_;  // of each GPU's clock
   std::vector<std::unique_ptr<StreamState>> streams_;
   std::vector<std::unique_ptr<EventState>> events_;
   std::vector<std::unique_ptr<std::byte[]>> memory_;

@@ -55,6 +55,10 @@ struct Flight {
   int64_t size_bytes = 0;
   std::vector<LaneUse> uses;
 
+  int64_t submitted_ns = 0;
+  /// Relays that failed while it was issued.
+  int num_failures = 0;
+
   bool is_issued = false;
   int num_holders = 0;
   /// `stream` waits for it: what begins there later begins after it.

@@ -13,8 +13,8 @@ using transport::Stream;
 using transport::Streams;
 
 constexpr size_t kMaxHandlerTimes = 1024;
-/// Handles of fetched rows whose numbers the host has not read yet.
-constexpr int64_t kSeenSlots = 4096;
+/// More than streams can have queued.
+constexpr int64_t kWords = 16384;
 
 const std::byte* Bytes(const void* pointer) {
   return static_cast<const std::byte*>(pointer);
@@ -55,7 +55,8 @@ StreamEngine::StreamEngine(std::unique_ptr<Streams> streams,
       paths_(std::move(paths)),
       settings_(settings),
       lanes_(std::move(lanes)),
-      health_(paths_.size()) {}
+      health_(paths_.size()),
+      rivals_(paths_.size()) {}
 
 StatusOr<std::unique_ptr<StreamEngine>> StreamEngine::Create(
     std::unique_ptr<Streams> streams, std::vector<topo::Path> paths,
@@ -91,24 +92,25 @@ Status StreamEngine::SetUp(std::vector<std::string> dropped) {
     if (!dropped[i].empty()) DropPath(static_cast<int>(i), dropped[i]);
   }
   stats_.staging_bytes = lanes_.staging_bytes();
-  TB_ASSIGN_OR_RETURN(void* const ring, streams_->AllocatePinnedHost(
-                                            kSeenSlots * sizeof(int32_t)));
-  seen_ring_ = static_cast<int32_t*>(ring);
-  std::fill_n(seen_ring_, kSeenSlots, 0);
+  TB_ASSIGN_OR_RETURN(void* const ring,
+                      streams_->AllocatePinnedHost(kWords * sizeof(int32_t)));
+  words_ = static_cast<int32_t*>(ring);
+  std::fill_n(words_, kWords, 0);
   for (int gpu = 0; gpu < streams_->num_gpus(); ++gpu) {
     Epoch& epoch = epochs_[gpu];
     TB_ASSIGN_OR_RETURN(epoch.stream, streams_->CreateStream(gpu));
     TB_ASSIGN_OR_RETURN(epoch.event, streams_->CreateEvent(gpu, true));
   }
-  if (settings_.is_traced) StartTrace();
+  SetEpochs();
+  stats_.created_ns = streams_->NowNs();
   return OkStatus();
 }
 
-int32_t* StreamEngine::NextSeen() {
-  int32_t* const slot = seen_ring_ + seen_next_;
-  seen_next_ = (seen_next_ + 1) % kSeenSlots;
-  *slot = 0;
-  return slot;
+int32_t* StreamEngine::NextWord() {
+  int32_t* const word = words_ + next_word_;
+  next_word_ = (next_word_ + 1) % kWords;
+  *word = 0;
+  return word;
 }
 
 Status StreamEngine::Plain(const CopyRequest& request) {
@@ -153,7 +155,7 @@ Status StreamEngine::Launch(const CopyRequest& request, bool is_start,
         NewLanded(request.call, request.gpu, request.direction, request.stream,
                   request.run);
     if (fix != nullptr) flight->fix = *fix;
-    in_flight_[{request.gpu, request.dst}] = flight;
+    AddStarted(request.gpu, request.dst, flight);
     return OkStatus();
   }
   const FlightPtr& flight = plan.flight;
@@ -174,7 +176,8 @@ Status StreamEngine::Launch(const CopyRequest& request, bool is_start,
   flight->is_joined = !is_start;
   --flight->num_holders;
   ++(plan.relays.empty() ? stats_.num_direct : stats_.num_pooled);
-  if (is_start && status.ok()) in_flight_[{request.gpu, request.dst}] = flight;
+  if (is_start && status.ok()) AddStarted(request.gpu, request.dst, flight);
+  flight->num_failures = static_cast<int>(failures.size());
   handler_ns_.push_back(streams_->NowNs() - begin_ns);
   if (handler_ns_.size() > kMaxHandlerTimes) handler_ns_.pop_front();
   if (!status.ok()) return status.WithContext(request.call);
@@ -188,22 +191,28 @@ Status StreamEngine::Join(const FlightPtr& flight, Stream stream) {
   return OkStatus();
 }
 
+void StreamEngine::AddStarted(int gpu, const void* buffer,
+                              const FlightPtr& flight) {
+  in_flight_[{gpu, buffer}].push_back(flight);
+  ++num_started_;
+}
+
 Status StreamEngine::OrderBehind(int gpu, Stream stream, Span read,
                                  Span written) {
   std::vector<FlightPtr> overlapping;
   {
     const std::lock_guard lock(mutex_);
-    if (in_flight_.empty()) return OkStatus();
     for (auto it = in_flight_.lower_bound({gpu, nullptr});
          it != in_flight_.end() && it->first.first == gpu; ++it) {
-      const FlightPtr& flight = it->second;
-      if (flight->is_finished) continue;
-      const int64_t size = flight->size_bytes;
-      if (Overlaps(flight->dst, size, read.first, read.second) ||
-          Overlaps(flight->dst, size, written.first, written.second) ||
-          Overlaps(flight->src, size, written.first, written.second)) {
-        ++flight->num_holders;
-        overlapping.push_back(flight);
+      for (const FlightPtr& flight : it->second) {
+        if (flight->is_finished) continue;
+        const int64_t size = flight->size_bytes;
+        if (Overlaps(flight->dst, size, read.first, read.second) ||
+            Overlaps(flight->dst, size, written.first, written.second) ||
+            Overlaps(flight->src, size, written.first, written.second)) {
+          ++flight->num_holders;
+          overlapping.push_back(flight);
+        }
       }
     }
   }
@@ -219,32 +228,45 @@ Status StreamEngine::OrderBehind(int gpu, Stream stream, Span read,
   return status;
 }
 
+std::vector<FlightPtr> StreamEngine::TakeStarted(const DoneRequest& request,
+                                                 bool& is_found) {
+  std::vector<FlightPtr> taken;
+  const auto take_from = [&](std::deque<FlightPtr>& started, bool takes_all) {
+    for (auto it = started.begin(); it != started.end();) {
+      if ((*it)->run != request.run) {
+        ++it;
+        continue;
+      }
+      ++(*it)->num_holders;
+      taken.push_back(*it);
+      it = started.erase(it);
+      --num_started_;
+      if (!takes_all) return;
+    }
+  };
+  const auto here = in_flight_.find({request.gpu, request.buffer});
+  if (here != in_flight_.end()) take_from(here->second, /*takes_all=*/false);
+  is_found = !taken.empty();
+  if (!is_found) {
+    // The program fails here and its buffers go: nothing may still write.
+    for (auto& [key, started] : in_flight_) {
+      if (key.first == request.gpu) take_from(started, /*takes_all=*/true);
+    }
+  }
+  std::erase_if(in_flight_,
+                [](const auto& entry) { return entry.second.empty(); });
+  return taken;
+}
+
 Status StreamEngine::Done(const DoneRequest& request) {
-  std::vector<FlightPtr> found;
+  std::vector<FlightPtr> taken;
   bool is_found = false;
   {
     const std::lock_guard lock(mutex_);
-    const auto it = in_flight_.find({request.gpu, request.buffer});
-    is_found = it != in_flight_.end() && it->second->run == request.run;
-    if (is_found) {
-      found.push_back(it->second);
-      in_flight_.erase(it);
-    } else {
-      // The program fails here and its buffers go: nothing may still write.
-      for (auto other = in_flight_.begin(); other != in_flight_.end();) {
-        const FlightPtr& flight = other->second;
-        if (flight->gpu == request.gpu && flight->run == request.run) {
-          found.push_back(flight);
-          other = in_flight_.erase(other);
-        } else {
-          ++other;
-        }
-      }
-    }
-    for (const FlightPtr& flight : found) ++flight->num_holders;
+    taken = TakeStarted(request, is_found);
   }
   Status status;
-  for (const FlightPtr& flight : found) {
+  for (const FlightPtr& flight : taken) {
     if (!flight->is_finished) {
       const Status joined = Join(flight, request.stream);
       if (status.ok()) status = joined;
@@ -255,7 +277,7 @@ Status StreamEngine::Done(const DoneRequest& request) {
   }
   {
     const std::lock_guard lock(mutex_);
-    for (const FlightPtr& flight : found) {
+    for (const FlightPtr& flight : taken) {
       --flight->num_holders;
       if (flight->stream == request.stream) flight->is_joined = true;
     }
@@ -287,7 +309,7 @@ Status StreamEngine::SetSettings(const StreamSettings& settings) {
   }
   const bool starts_trace = settings.is_traced && !settings_.is_traced;
   settings_ = settings;
-  if (starts_trace) StartTrace();
+  if (starts_trace) SetEpochs();
   return OkStatus();
 }
 
@@ -313,6 +335,7 @@ StreamStats StreamEngine::stats() {
   const std::lock_guard lock(mutex_);
   Poll();
   StreamStats stats = stats_;
+  stats.now_ns = streams_->NowNs();
   stats.num_in_flight = static_cast<int64_t>(flights_.size());
   stats.num_guesses_right = stats.num_guesses_wrong = 0;
   for (auto& [key, guesses] : guesses_) {
@@ -321,8 +344,10 @@ StreamStats StreamEngine::stats() {
     stats.num_guesses_wrong += guesses.predictor.num_wrong();
   }
   for (size_t i = 0; i < health_.size(); ++i) {
-    stats.paths[i].is_backed_off = health_[i].is_backed_off;
-    stats.paths[i].num_late = health_[i].num_late;
+    stats.paths[i].is_backed_off = health_[i].is_backed_off();
+    stats.paths[i].num_late = health_[i].num_late();
+    stats.paths[i].share = health_[i].share();
+    stats.paths[i].has_rival = rivals_[i].is_likely();
   }
   stats.handler_ns.assign(handler_ns_.begin(), handler_ns_.end());
   return stats;
@@ -339,6 +364,17 @@ std::vector<StreamSpan> StreamEngine::TakeSpans() {
 std::vector<std::string> StreamEngine::TakeMessages() {
   const std::lock_guard lock(mutex_);
   return std::exchange(messages_, {});
+}
+
+std::vector<TransferRecord> StreamEngine::recent_transfers() {
+  const std::lock_guard lock(mutex_);
+  Poll();
+  return {recent_.begin(), recent_.end()};
+}
+
+void StreamEngine::SetLog(std::function<void(const std::string&)> log) {
+  const std::lock_guard lock(mutex_);
+  log_ = std::move(log);
 }
 
 void StreamEngine::InjectFault(int relay) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,6 +18,7 @@
 #include "base/status.h"
 #include "engine/flight.h"
 #include "engine/index_predictor.h"
+#include "engine/lane_health.h"
 #include "engine/stream_issue.h"
 #include "engine/stream_lanes.h"
 #include "engine/stream_settings.h"
@@ -101,6 +103,17 @@ class StreamEngine {
   std::vector<StreamSpan> TakeSpans();
   /// Why relays were dropped or devices failed, since the last call.
   std::vector<std::string> TakeMessages();
+  std::vector<TransferRecord> recent_transfers();
+
+  /// Gets each message as it comes up, under the mutex: it must not call back.
+  void SetLog(std::function<void(const std::string&)> log);
+
+  /// Bytes per second of each of `paths` (indices) when all of them copy
+  /// `size_bytes` at once; the engine must be idle. Waits for the copies: not
+  /// for handlers.
+  StatusOr<std::vector<double>> Measure(const std::vector<int>& paths,
+                                        int64_t size_bytes,
+                                        int64_t block_bytes);
 
   /// Makes the next copies over `relay` fail as they are issued.
   void InjectFault(int relay);
@@ -115,15 +128,13 @@ class StreamEngine {
     DirectLane* direct = nullptr;
     int64_t direct_bytes = 0;
     std::vector<std::pair<RowLane*, int64_t>> relays;
+    /// Where the relays read the row's number.
+    int32_t* index = nullptr;
   };
   /// What of ours is under way on a link.
   struct Load {
     int64_t fifo_bytes = 0;
     int64_t shared_bytes = 0;
-  };
-  struct Health {
-    bool is_backed_off = false;
-    int64_t num_late = 0;
   };
   /// The guesses for one stack.
   struct Guesses {
@@ -142,6 +153,9 @@ class StreamEngine {
   Status Launch(const CopyRequest& request, bool is_start,
                 const transport::RowCopy* fix);
   Status Join(const FlightPtr& flight, transport::Stream stream);
+  void AddStarted(int gpu, const void* buffer, const FlightPtr& flight);
+  std::vector<FlightPtr> TakeStarted(const DoneRequest& request,
+                                     bool& is_found);
   Status OrderBehind(int gpu, transport::Stream stream, Span read,
                      Span written);
 
@@ -177,16 +191,20 @@ class StreamEngine {
   void MarkContended(Flight& flight);
   int PathIndex(int gpu, int relay, topo::Direction direction) const;
   int LinkGpu(int path) const;
-  int32_t* NextSeen();
+  int32_t* NextWord();
 
   // stream_poll.cc: with the mutex.
   void Poll();
   void Finish(const FlightPtr& flight);
-  void Judge(const LaneUse& use, int64_t elapsed_ns);
+  void Judge(const Flight& flight);
+  double OverlapWith(int gpu, const TransferRecord& record);
+  int64_t TimeOf(int gpu, transport::Event event);
   void AddSpans(const Flight& flight);
+  TransferRecord RecordOf(const Flight& flight);
   StatusOr<transport::Event> TakeEvent(int gpu, bool is_timed);
   void DropPath(int path, const std::string& reason);
-  void StartTrace();
+  void Say(std::string message);
+  void SetEpochs();
 
   const std::unique_ptr<transport::Streams> streams_;
 
@@ -194,17 +212,23 @@ class StreamEngine {
   std::vector<topo::Path> paths_;
   StreamSettings settings_;
   StreamLanes lanes_;
-  std::vector<Health> health_;
+  std::vector<LaneHealth> health_;  // by path
+  std::vector<Rivalry> rivals_;     // by path
   StreamStats stats_;
   std::vector<std::string> messages_;
+  std::function<void(const std::string&)> log_;
   int64_t next_id_ = 1;
   std::deque<FlightPtr> flights_;  // issued or being issued, oldest first
-  /// Started and not done, by (gpu, address).
-  std::map<std::pair<int, const void*>, FlightPtr> in_flight_;
+  /// Started and not done, by (gpu, address), oldest first: several rows of one
+  /// stack may be on their way.
+  std::map<std::pair<int, const void*>, std::deque<FlightPtr>> in_flight_;
+  size_t num_started_ = 0;
   std::map<std::pair<int, bool>, std::vector<transport::Event>> events_;
   std::map<std::tuple<int, const void*, int32_t, int64_t>, Guesses> guesses_;
-  int32_t* seen_ring_ = nullptr;
-  size_t seen_next_ = 0;
+  /// Pinned: where kernels say which rows they found, and where relays read a
+  /// row's number (they may not reach the program's).
+  int32_t* words_ = nullptr;
+  size_t next_word_ = 0;
   Status device_error_;
   std::set<int> faults_;
   std::deque<int64_t> handler_ns_;
@@ -217,6 +241,7 @@ class StreamEngine {
   };
   std::map<int, Epoch> epochs_;
   std::deque<StreamSpan> spans_;
+  std::deque<TransferRecord> recent_;
 };
 
 }  // namespace turbobus::engine

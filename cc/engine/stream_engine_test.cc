@@ -393,10 +393,10 @@ TEST(StreamEngineTest, AnErrorOfTheDirectLaneIsAnErrorOfTheCall) {
   EXPECT_TRUE(machine.streams->Drain());
 }
 
-TEST(StreamEngineTest, ALateRelayGetsAProbeUntilItIsOnTimeAgain) {
+TEST(StreamEngineTest, ALateRelayGetsLessUntilItIsOnTimeAgain) {
   StreamSettings settings = SmallBlocks();
   Machine machine(2, 1, settings);
-  const Buffer host = Random(20480 * kKiB, 1);
+  const Buffer host = Random(24576 * kKiB, 1);
   Buffer device(host.size());
   const auto relayed = [&] {
     const int64_t before = machine.BytesOver(0, 1);
@@ -404,16 +404,54 @@ TEST(StreamEngineTest, ALateRelayGetsAProbeUntilItIsOnTimeAgain) {
     EXPECT_TRUE(machine.streams->Drain());
     return machine.BytesOver(0, 1) - before;
   };
-  // The fake copies one thing at a time, so rates add up to less than planned.
-  machine.streams->bytes_per_ns = 500;
-  EXPECT_GT(relayed(), 9000 * kKiB);
-  machine.streams->bytes_per_ns = 5;
-  EXPECT_GT(relayed(), 9000 * kKiB);
+  // A block crosses the relay's clock twice.
+  machine.streams->bytes_per_ns[1] = 100;
+  EXPECT_GT(relayed(), 11500 * kKiB);
+  machine.streams->bytes_per_ns[1] = 2;
+  EXPECT_GT(relayed(), 11500 * kKiB);
   EXPECT_EQ(relayed(), settings.block_bytes);
   EXPECT_EQ(relayed(), settings.block_bytes);
-  machine.streams->bytes_per_ns = 500;
-  EXPECT_LE(relayed(), settings.block_bytes);
-  EXPECT_GT(relayed(), 9000 * kKiB);
+  machine.streams->bytes_per_ns[1] = 100;
+  EXPECT_EQ(relayed(), settings.block_bytes);
+  int64_t last = 0;
+  for (int i = 0; i < 6; ++i) last = relayed();
+  EXPECT_GT(last, 11500 * kKiB);
+}
+
+TEST(StreamEngineTest, AMachineThatIsSlowAsAWholeIsNotTheRelaysFault) {
+  Machine machine(2);
+  const Buffer host = Random(24576 * kKiB, 1);
+  Buffer device(host.size());
+  machine.streams->bytes_per_ns = {{0, 5}, {1, 10}};
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, device)), OkStatus());
+    ASSERT_TRUE(machine.streams->Drain());
+  }
+  EXPECT_NEAR(machine.BytesOver(0, 1), 4 * 12288 * kKiB, 1000 * kKiB);
+}
+
+TEST(StreamEngineTest, GpusThatAreBusyTogetherStopLending) {
+  Machine machine(2);
+  const Buffer host = Random(4096 * kKiB, 1);
+  std::vector<Buffer> devices(2, Buffer(host.size()));
+  const auto both = [&] {
+    for (int gpu = 0; gpu < 2; ++gpu) {
+      ASSERT_EQ(machine.engine->Copy(machine.H2d(gpu, host, devices[gpu])),
+                OkStatus());
+    }
+    ASSERT_TRUE(machine.streams->Drain());
+  };
+  for (int i = 0; i < 4; ++i) both();
+  const int64_t lent = machine.BytesOver(0, 1) + machine.BytesOver(1, 0);
+  for (int i = 0; i < 4; ++i) both();
+  EXPECT_EQ(machine.BytesOver(0, 1) + machine.BytesOver(1, 0), lent);
+  // One of them alone is lent to again.
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, devices[0])),
+              OkStatus());
+    ASSERT_TRUE(machine.streams->Drain());
+  }
+  EXPECT_GT(machine.BytesOver(0, 1) + machine.BytesOver(1, 0), lent);
 }
 
 TEST(StreamEngineTest, RowsAreFetchedAndStoredWhereTheDeviceSays) {
@@ -507,6 +545,49 @@ TEST(StreamEngineTest, AStartedStoreIsCompleteAfterDone) {
   }
 }
 
+TEST(StreamEngineTest, SeveralRowsOfOneStackAreDoneOneByOne) {
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    Machine machine(2, seed);
+    Buffer stack(4 * 300 * kKiB);
+    std::vector<Buffer> rows = {Random(300 * kKiB, 1), Random(300 * kKiB, 2)};
+    int32_t indices[] = {3, 1};
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_EQ(machine.engine->StartRow(
+                    machine.Row(0, stack, 4, indices[i], rows[i], true)),
+                OkStatus());
+    }
+    const DoneRequest done = {.call = "done",
+                              .gpu = 0,
+                              .stream = machine.xla[0],
+                              .run = 1,
+                              .buffer = stack.data()};
+    ASSERT_EQ(machine.engine->Done(done), OkStatus());
+    ASSERT_EQ(machine.engine->Done(done), OkStatus());
+    EXPECT_FALSE(machine.engine->Done(done).ok());
+    ASSERT_TRUE(machine.streams->Drain());
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(std::equal(rows[i].begin(), rows[i].end(),
+                             stack.begin() + indices[i] * 300 * kKiB));
+    }
+  }
+}
+
+TEST(StreamEngineTest, PathsAreMeasuredAloneAndTogether) {
+  Machine machine(2);
+  std::thread device([&] {
+    while (machine.streams->num_copies < 3 * 16) std::this_thread::yield();
+    while (!machine.streams->Drain()) {
+    }
+  });
+  // Paths 0 and 1: GPU 0, in, direct and over GPU 1.
+  const auto rates = machine.engine->Measure({0, 1}, 16 * 64 * kKiB, 64 * kKiB);
+  ASSERT_TRUE(rates.ok()) << rates.status();
+  device.join();
+  ASSERT_EQ(rates->size(), 2);
+  for (const double rate : *rates) EXPECT_GT(rate, 0);
+  EXPECT_FALSE(machine.engine->Measure({99}, 1, 1).ok());
+}
+
 TEST(StreamEngineTest, PageableStacksAreRefusedWithAWayOut) {
   Machine machine(2);
   Buffer stack(4 * 300 * kKiB);
@@ -560,6 +641,8 @@ TEST(StreamEngineTest, NothingGrowsOverManyTransfers) {
   }
   EXPECT_EQ(machine.engine->stats().num_events, num_events);
   EXPECT_EQ(machine.engine->stats().num_in_flight, 0);
+  EXPECT_EQ(machine.engine->stats().num_completed, 1000);
+  EXPECT_EQ(machine.engine->recent_transfers().size(), 256);
 }
 
 TEST(StreamEngineTest, TracesHaveEveryBlockOnItsLane) {

@@ -8,6 +8,7 @@ namespace turbobus::engine {
 namespace {
 
 using topo::Direction;
+using transport::CopyKind;
 using transport::Event;
 using transport::Stream;
 using transport::Streams;
@@ -39,6 +40,8 @@ class Issuer {
   Status RecordEnds();
 
   LaneUse& UseOf(size_t relay) { return plan_.flight->uses[relay + 1]; }
+  /// Across PCIe.
+  CopyKind kind() const { return is_h2d() ? CopyKind::kH2d : CopyKind::kD2h; }
   bool is_h2d() const { return plan_.flight->direction == Direction::kH2d; }
   static Stream First(const RelaySlot& slot, bool is_h2d) {
     return is_h2d ? slot.pcie : slot.fabric;
@@ -86,7 +89,7 @@ Status Issuer::IssueDirect() {
   TB_RETURN_IF_ERROR(Start(use, direct_, stream));
   const int64_t bytes = direct_.blocks[direct_.next];
   TB_RETURN_IF_ERROR(streams_.Copy(stream, flight.dst + direct_.offset,
-                                   flight.src + direct_.offset, bytes));
+                                   flight.src + direct_.offset, bytes, kind()));
   ++direct_.next;
   direct_.offset += bytes;
   TB_RETURN_IF_ERROR(Mark(use, stream, bytes));
@@ -106,12 +109,13 @@ Status Issuer::IssueRelay(size_t relay) {
   TB_RETURN_IF_ERROR(Start(use, work, first));
   if (lane.has_fault && work.next >= 1) return Unavailable("injected fault");
   if (slot.was_used) TB_RETURN_IF_ERROR(streams_.Wait(first, slot.free));
-  TB_RETURN_IF_ERROR(
-      streams_.Copy(first, slot.buffer, flight.src + work.offset, bytes));
+  TB_RETURN_IF_ERROR(streams_.Copy(first, slot.buffer, flight.src + work.offset,
+                                   bytes, is_h2d() ? kind() : CopyKind::kD2d));
   TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, slot.full, first));
   TB_RETURN_IF_ERROR(streams_.Wait(second, slot.full));
-  TB_RETURN_IF_ERROR(
-      streams_.Copy(second, flight.dst + work.offset, slot.buffer, bytes));
+  TB_RETURN_IF_ERROR(streams_.Copy(second, flight.dst + work.offset,
+                                   slot.buffer, bytes,
+                                   is_h2d() ? CopyKind::kD2d : kind()));
   TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, slot.free, second));
   slot.was_used = true;
   ++work.next;
@@ -209,7 +213,7 @@ Status Issuer::Run(std::vector<IssueFailure>& failures) {
       while (!work.is_over() && status.ok()) {
         const int64_t bytes = work.blocks[work.next++];
         status = streams_.Copy(stream, plan_.flight->dst + work.offset,
-                               plan_.flight->src + work.offset, bytes);
+                               plan_.flight->src + work.offset, bytes, kind());
         work.offset += bytes;
         plan_.flight->uses[0].bytes += bytes;
         UseOf(i).bytes -= bytes;

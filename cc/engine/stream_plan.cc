@@ -52,6 +52,7 @@ FlightPtr StreamEngine::NewLanded(std::string_view call, int gpu,
   flight->direction = direction;
   flight->run = run;
   flight->stream = stream;
+  flight->submitted_ns = streams_->NowNs();
   flight->is_issued = flight->is_joined = flight->is_finished = true;
   return flight;
 }
@@ -87,7 +88,7 @@ std::vector<int> StreamEngine::UsableRelays(int gpu, Direction direction,
   for (size_t i = 0; i < paths_.size(); ++i) {
     const topo::Path& path = paths_[i];
     if (path.gpu != gpu || path.direction != direction || !path.is_relay() ||
-        !stats_.paths[i].dropped.empty()) {
+        !stats_.paths[i].dropped.empty() || rivals_[i].is_likely()) {
       continue;
     }
     // Memory of an allocator that gives peers no access: direct, this time.
@@ -125,8 +126,8 @@ StreamEngine::Load StreamEngine::LoadOn(int link_gpu, Direction direction,
 
 void StreamEngine::MarkContended(Flight& flight) {
   for (const FlightPtr& other : flights_) {
-    if (other.get() == &flight || other->direction != flight.direction ||
-        other->EndsBefore(flight.stream)) {
+    // The other direction too: together they are slower (host memory, PCIe).
+    if (other.get() == &flight || other->EndsBefore(flight.stream)) {
       continue;
     }
     for (LaneUse& theirs : other->uses) {
@@ -148,7 +149,8 @@ sched::SplitLane StreamEngine::LaneFor(int path, const void* lane,
                                             : settings_.direct_latency_ns,
       .fifo_bytes = load.fifo_bytes,
       .shared_bytes = load.shared_bytes};
-  if (health_[path].is_backed_off) result.max_bytes = 0;
+  result.bandwidth_bytes_per_s *= health_[path].share();
+  if (health_[path].is_backed_off()) result.max_bytes = 0;
   return result;
 }
 
@@ -168,7 +170,8 @@ std::vector<int64_t> StreamEngine::Share(
   // A relay that backed off has no share, but a probe where the direct lane
   // leaves it the time.
   for (size_t i = 1; i < lanes.size(); ++i) {
-    if (!health_[paths[i]].is_backed_off) continue;
+    if (!health_[paths[i]].is_backed_off()) continue;
+    // What it would be late by is not known: it may well be on time again.
     const int64_t probe =
         std::min(settings_.block_bytes, size_bytes / kProbeShare) / 4096 * 4096;
     if (probe < options.min_relay_bytes || probe > shares[0] ||

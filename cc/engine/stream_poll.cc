@@ -13,9 +13,10 @@ namespace {
 using transport::Event;
 using transport::Stream;
 
-/// Being late by less than this says nothing about a link.
-constexpr int64_t kNoiseNs = 60'000;
+/// Less than this says nothing about a link.
+constexpr int64_t kMinJudgedBytes = 1 << 20;
 constexpr size_t kMaxSpans = 1 << 20;
+constexpr size_t kMaxRecent = 256;
 /// A program that fails between start and done leaves its transfer behind.
 constexpr size_t kMaxAbandoned = 4096;
 
@@ -45,7 +46,7 @@ void StreamEngine::Poll() {
       const auto done = streams_->IsDone(use.end);
       if (!done.ok() && device_error_.ok()) {
         device_error_ = done.status();
-        messages_.push_back(device_error_.message());
+        Say(device_error_.message());
       }
       if (done.ok() && !*done) {
         is_over = false;
@@ -60,24 +61,36 @@ void StreamEngine::Poll() {
   }
   std::erase_if(flights_,
                 [](const FlightPtr& flight) { return flight->is_finished; });
-  if (in_flight_.size() > kMaxAbandoned) {
+  if (num_started_ > kMaxAbandoned) {
+    for (auto& [key, started] : in_flight_) {
+      num_started_ -= std::erase_if(
+          started, [](const FlightPtr& f) { return f->is_finished; });
+    }
     std::erase_if(in_flight_,
-                  [](const auto& entry) { return entry.second->is_finished; });
+                  [](const auto& entry) { return entry.second.empty(); });
   }
 }
 
 void StreamEngine::Finish(const FlightPtr& flight) {
   flight->is_finished = true;
   if (settings_.is_traced) AddSpans(*flight);
+  Judge(*flight);
+  TransferRecord record = RecordOf(*flight);
+  for (size_t i = 0; i < paths_.size(); ++i) {
+    const topo::Path& path = paths_[i];
+    if (path.gpu == flight->gpu && path.direction == flight->direction &&
+        path.is_relay()) {
+      rivals_[i].Record(OverlapWith(path.relay, record));
+    }
+  }
   for (LaneUse& use : flight->uses) {
     PathStats& stats = stats_.paths[use.path];
-    ++stats.num_transfers;
+    stats.num_transfers += use.bytes > 0;
     stats.num_blocks += use.num_blocks;
     stats.size_bytes += use.bytes;
     if (const auto elapsed = streams_->ElapsedNs(use.start, use.end);
-        elapsed.ok()) {
+        elapsed.ok() && use.bytes > 0) {
       stats.busy_ns += *elapsed;
-      Judge(use, *elapsed);
     }
     events_[{use.link_gpu, true}].push_back(use.start);
     events_[{use.link_gpu, true}].push_back(use.end);
@@ -86,40 +99,114 @@ void StreamEngine::Finish(const FlightPtr& flight) {
     }
   }
   events_[{flight->gpu, false}].push_back(flight->begin);
+  ++stats_.num_completed;
+  stats_.completed_bytes += flight->size_bytes;
+  stats_.num_failures += flight->num_failures;
+  if (recent_.size() >= kMaxRecent) recent_.pop_front();
+  recent_.push_back(std::move(record));
 }
 
-void StreamEngine::Judge(const LaneUse& use, int64_t elapsed_ns) {
-  if (!paths_[use.path].is_relay() || !use.is_clean || use.bytes == 0) return;
-  const auto allowed_ns = static_cast<int64_t>(
-      settings_.late_factor * static_cast<double>(use.expected_ns));
-  Health& health = health_[use.path];
-  health.is_backed_off = elapsed_ns > allowed_ns + kNoiseNs;
-  if (health.is_backed_off) ++health.num_late;
+void StreamEngine::Judge(const Flight& flight) {
+  // Where the direct lane was slow as well, it is not the relay's fault.
+  double slowdown = 1;
+  for (const LaneUse& use : flight.uses) {
+    if (paths_[use.path].is_relay() || use.bytes < kMinJudgedBytes) continue;
+    const auto elapsed = streams_->ElapsedNs(use.start, use.end);
+    if (elapsed.ok()) {
+      slowdown = std::max(slowdown, static_cast<double>(*elapsed) /
+                                        static_cast<double>(use.expected_ns));
+    }
+  }
+  for (const LaneUse& use : flight.uses) {
+    if (!paths_[use.path].is_relay() || !use.is_clean ||
+        use.bytes < std::min(kMinJudgedBytes, settings_.block_bytes)) {
+      continue;
+    }
+    const auto elapsed = streams_->ElapsedNs(use.start, use.end);
+    if (!elapsed.ok()) continue;
+    // What issuing and events may take when the machine is busy.
+    const int64_t noise_ns =
+        settings_.relay_latency_ns * (8 + use.num_blocks) / 4;
+    health_[use.path].Record(
+        *elapsed - noise_ns,
+        static_cast<int64_t>(slowdown * static_cast<double>(use.expected_ns)),
+        settings_.late_factor);
+  }
+}
+
+double StreamEngine::OverlapWith(int gpu, const TransferRecord& record) {
+  int64_t overlap_ns = 0;
+  const auto add = [&](int64_t start_ns, int64_t end_ns) {
+    overlap_ns +=
+        std::max<int64_t>(0, std::min(end_ns, record.ended_ns) -
+                                 std::max(start_ns, record.started_ns));
+  };
+  for (const TransferRecord& other : recent_) {
+    if (other.gpu == gpu && other.direction == record.direction) {
+      add(other.started_ns, other.ended_ns);
+    }
+  }
+  for (const FlightPtr& other : flights_) {
+    if (other->gpu != gpu || other->direction != record.direction ||
+        !other->is_issued || other->is_finished || other->uses.empty()) {
+      continue;
+    }
+    const LaneUse& use = other->uses[0];
+    const auto has_started = streams_->IsDone(use.start);
+    if (has_started.ok() && *has_started) {
+      add(TimeOf(use.link_gpu, use.start), record.ended_ns);
+    }
+  }
+  return static_cast<double>(overlap_ns) /
+         static_cast<double>(
+             std::max<int64_t>(record.ended_ns - record.started_ns, 1));
+}
+
+int64_t StreamEngine::TimeOf(int gpu, Event event) {
+  const Epoch& epoch = epochs_[gpu];
+  const auto since = streams_->ElapsedNs(epoch.event, event);
+  return since.ok() ? epoch.time_ns + *since : epoch.time_ns;
 }
 
 void StreamEngine::AddSpans(const Flight& flight) {
   for (const LaneUse& use : flight.uses) {
-    const Epoch& epoch = epochs_[use.link_gpu];
-    const auto at = [&](Event event) -> int64_t {
-      const auto since = streams_->ElapsedNs(epoch.event, event);
-      return since.ok() ? epoch.time_ns + *since : epoch.time_ns;
-    };
     const auto add = [&](int64_t bytes, int64_t start_ns, int64_t end_ns) {
       if (spans_.size() >= kMaxSpans) spans_.pop_front();
       spans_.push_back({use.path, flight.id, std::string(flight.call), bytes,
                         start_ns, end_ns});
     };
-    int64_t start_ns = at(use.start);
-    if (use.marks.empty()) add(use.bytes, start_ns, at(use.end));
+    int64_t start_ns = TimeOf(use.link_gpu, use.start);
+    if (use.marks.empty() && use.bytes > 0) {
+      add(use.bytes, start_ns, TimeOf(use.link_gpu, use.end));
+    }
     for (const BlockMark& mark : use.marks) {
-      const int64_t end_ns = at(mark.end);
+      const int64_t end_ns = TimeOf(use.link_gpu, mark.end);
       add(mark.size_bytes, start_ns, end_ns);
       start_ns = end_ns;
     }
   }
 }
 
-void StreamEngine::StartTrace() {
+TransferRecord StreamEngine::RecordOf(const Flight& flight) {
+  TransferRecord record = {.id = flight.id,
+                           .call = std::string(flight.call),
+                           .gpu = flight.gpu,
+                           .direction = flight.direction,
+                           .size_bytes = flight.size_bytes,
+                           .num_failures = flight.num_failures,
+                           .submitted_ns = flight.submitted_ns,
+                           .started_ns = INT64_MAX};
+  for (const LaneUse& use : flight.uses) {
+    record.num_blocks += use.num_blocks;
+    if (paths_[use.path].is_relay()) record.relayed_bytes += use.bytes;
+    record.started_ns =
+        std::min(record.started_ns, TimeOf(use.link_gpu, use.start));
+    record.ended_ns = std::max(record.ended_ns, TimeOf(use.link_gpu, use.end));
+  }
+  return record;
+}
+
+void StreamEngine::SetEpochs() {
   for (auto& [gpu, epoch] : epochs_) {
     // The stream is empty: the event happens now, give or take microseconds.
     epoch.time_ns = streams_->NowNs();
@@ -131,9 +218,14 @@ void StreamEngine::DropPath(int path, const std::string& reason) {
   std::string& dropped = stats_.paths[path].dropped;
   if (!dropped.empty()) return;
   dropped = reason;
-  messages_.push_back("GPU " + std::to_string(paths_[path].relay) +
-                      " no longer lends its link to GPU " +
-                      std::to_string(paths_[path].gpu) + ": " + reason);
+  Say("GPU " + std::to_string(paths_[path].relay) +
+      " does not lend its link to GPU " + std::to_string(paths_[path].gpu) +
+      ": " + reason);
+}
+
+void StreamEngine::Say(std::string message) {
+  if (log_) log_(message);
+  messages_.push_back(std::move(message));
 }
 
 }  // namespace turbobus::engine

@@ -84,7 +84,7 @@ Status StreamEngine::StartRow(const RowRequest& original) {
     } else if (Guesses& guesses = GuessesFor(request);
                guesses.seen.size() < kMaxUnread) {
       const int32_t next = guesses.predictor.Predict(request.run, row.num_rows);
-      row.seen = NextSeen();
+      row.seen = NextWord();
       guesses.seen.push_back(row.seen);
       if (guesses.predictor.is_confident()) {
         guess = next;
@@ -128,7 +128,6 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
     for (const int path :
          UsableRelays(request.gpu, direction, request.row.row)) {
       const int relay = paths_[path].relay;
-      if (!streams_->CheckPeerAccess(relay, request.row.index).ok()) continue;
       RowLane* const lane = lanes_.PickRows(relay, direction, request.stream);
       if (lane == nullptr || faults_.contains(relay)) continue;
       paths.push_back(path);
@@ -156,6 +155,7 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
     TB_RETURN_IF_ERROR(AddUse(flight, paths[i], lanes[i], shares[i]));
     plan.relays.emplace_back(lanes[i], shares[i]);
   }
+  if (!plan.relays.empty()) plan.index = NextWord();
   for (const auto& [lane, bytes] : plan.relays) lane->user = plan.flight;
   if (direct != nullptr) direct->user = plan.flight;
   MarkContended(flight);
@@ -166,17 +166,22 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
 
 Status StreamEngine::IssueRow(const RowRequest& request, RowPlan& plan) {
   Flight& flight = *plan.flight;
+  if (plan.index != nullptr) {
+    // A constant of the program lies in memory that peers do not reach.
+    TB_RETURN_IF_ERROR(streams_->Copy(request.stream, plan.index,
+                                      request.row.index, sizeof(int32_t)));
+  }
   TB_RETURN_IF_ERROR(
       streams_->Record(flight.gpu, flight.begin, request.stream));
   const auto issue = [&](LaneUse& use, transport::Stream stream,
                          int64_t begin_bytes) {
     TB_RETURN_IF_ERROR(streams_->Wait(stream, flight.begin));
     TB_RETURN_IF_ERROR(streams_->Record(use.link_gpu, use.start, stream));
-    const Status status =
-        use.bytes == 0 ? OkStatus()
-                       : streams_->CopyRow(use.link_gpu, stream,
-                                           Part(request, begin_bytes,
-                                                begin_bytes + use.bytes));
+    RowCopy part = Part(request, begin_bytes, begin_bytes + use.bytes);
+    if (use.link_gpu != flight.gpu) part.index = plan.index;
+    const Status status = use.bytes == 0
+                              ? OkStatus()
+                              : streams_->CopyRow(use.link_gpu, stream, part);
     use.num_blocks = 1;
     const Status ended = streams_->Record(use.link_gpu, use.end, stream);
     return status.ok() ? ended : status;
@@ -228,8 +233,9 @@ Status StreamEngine::LaunchRow(const RowRequest& request, bool is_start) {
     --flight->num_holders;
   }
   if (is_start && status.ok()) {
-    in_flight_[{request.gpu, request.row.is_store ? request.row.stack
-                                                  : request.row.row}] = flight;
+    AddStarted(request.gpu,
+               request.row.is_store ? request.row.stack : request.row.row,
+               flight);
   }
   handler_ns_.push_back(streams_->NowNs() - begin_ns);
   if (!status.ok()) return status.WithContext(request.call);

@@ -22,13 +22,13 @@ enum class SplitPolicy : uint8_t {
 struct StreamSettings {
   int64_t block_bytes = 16 << 20;
   /// Smaller transfers are one copy on XLA's own stream.
-  int64_t min_pooled_bytes = 4 << 20;
+  int64_t min_pooled_bytes = 6 << 20;
   SplitPolicy split = SplitPolicy::kFinishTime;
   /// The paper's slots: one block a lane, then all lanes wait for each other.
   bool is_lock_step = false;
   bool has_yields = true;
-  /// A relay that takes longer than this times what was expected gets probes
-  /// only, until one of them is on time.
+  /// A relay that takes longer than this times what was expected is planned
+  /// with at the rate that it showed, until it is on time again.
   double late_factor = 1.25;
   int64_t direct_latency_ns = 8'000;
   int64_t relay_latency_ns = 35'000;
@@ -49,13 +49,23 @@ struct PathStats {
   /// From the start of a transfer's first block to the end of its last one.
   int64_t busy_ns = 0;
   int64_t num_late = 0;
+  /// Of its rate, what strangers leave of it.
+  double share = 1;
   bool is_backed_off = false;
+  /// The lender is busy itself whenever this GPU is.
+  bool has_rival = false;
   /// Why it is not used any more; empty while it is.
   std::string dropped;
 };
 
 struct StreamStats {
   std::vector<PathStats> paths;
+  int64_t now_ns = 0;
+  int64_t created_ns = 0;
+  /// Over streams of our own; those on XLA's are counted as plain.
+  int64_t num_completed = 0;
+  int64_t completed_bytes = 0;
+  int64_t num_failures = 0;
   int64_t num_pooled = 0;
   int64_t num_direct = 0;
   /// Copies on XLA's own stream.
@@ -70,6 +80,21 @@ struct StreamStats {
   int64_t num_events = 0;
   /// Host time of the latest calls that issued copies.
   std::vector<int64_t> handler_ns;
+};
+
+/// A transfer that is over.
+struct TransferRecord {
+  int64_t id = 0;
+  std::string call;
+  int gpu = 0;
+  topo::Direction direction = topo::Direction::kH2d;
+  int64_t size_bytes = 0;
+  int64_t relayed_bytes = 0;
+  int num_blocks = 0;
+  int num_failures = 0;
+  int64_t submitted_ns = 0;
+  int64_t started_ns = 0;
+  int64_t ended_ns = 0;
 };
 
 /// A block on a lane, or a lane's part of a transfer where blocks were not

@@ -6,8 +6,9 @@ namespace turbobus::sched {
 namespace {
 
 constexpr double kNsPerS = 1e9;
-/// A tapered share ends in blocks of about this size.
-constexpr int64_t kShortestTailBytes = 1 << 20;
+/// A tapered share ends in blocks of about this size: shorter ones cost the
+/// host more than they hide.
+constexpr int64_t kShortestTailBytes = 2 << 20;
 
 double NsFor(const SplitLane& lane, double bytes) {
   return bytes / lane.bandwidth_bytes_per_s * kNsPerS;

@@ -20,6 +20,9 @@ enum class MemoryKind : uint8_t {
   kPageableHost = 2,
 };
 
+/// Between what a copy is; saves the runtime from looking it up.
+enum class CopyKind : uint8_t { kAny = 0, kH2d = 1, kD2h = 2, kD2d = 3 };
+
 /// A row of a stack whose number is known on the device only.
 struct RowCopy {
   std::byte* stack = nullptr;
@@ -65,6 +68,8 @@ class Streams {
   virtual StatusOr<Event> CreateEvent(int gpu, bool is_timed) = 0;
   virtual StatusOr<void*> AllocateDevice(int gpu, int64_t size_bytes) = 0;
   virtual StatusOr<void*> AllocatePinnedHost(int64_t size_bytes) = 0;
+  /// Gives back what one of the above made; the rest goes with this object.
+  virtual void Free(void* memory) = 0;
   /// Lets `relay` copy to and from `gpu`'s memory. UNAVAILABLE if it cannot.
   virtual Status EnablePeerAccess(int relay, int gpu) = 0;
   /// Makes this process the only one that lends `gpu`'s link. UNAVAILABLE if
@@ -75,7 +80,10 @@ class Streams {
   virtual Status Record(int gpu, Event event, Stream stream) = 0;
   virtual Status Wait(Stream stream, Event event) = 0;
   virtual Status Copy(Stream stream, void* dst, const void* src,
-                      int64_t size_bytes) = 0;
+                      int64_t size_bytes, CopyKind kind) = 0;
+  Status Copy(Stream stream, void* dst, const void* src, int64_t size_bytes) {
+    return Copy(stream, dst, src, size_bytes, CopyKind::kAny);
+  }
   /// Makes the copy engine look at other streams before it goes on with this
   /// one (docs/gpu_offload.md, "Yields").
   virtual Status Yield(int gpu, Stream stream) = 0;

@@ -11,4 +11,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("bench", "measure experts, offload or the scheduler against peers"),
     "sim": ("sim", "run the scheduler in virtual time over a topology file"),
     "doctor": ("doctor", "say what works on this machine, what does not, and why"),
+    "profile": ("profile", "measure this machine's GPU links and keep the result"),
+    "top": ("top", "show live use of every GPU's host link"),
 }

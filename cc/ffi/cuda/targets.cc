@@ -1,0 +1,11 @@
+#include "ffi/cuda/targets.h"
+
+namespace turbobus::ffi {
+
+std::vector<Target> CudaTargets() {
+  std::vector<Target> targets = CudaOffloadTargets();
+  for (const Target& target : CudaMoeTargets()) targets.push_back(target);
+  return targets;
+}
+
+}  // namespace turbobus::ffi

@@ -1,0 +1,326 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine/stream_engine.h"
+#include "ffi/cuda/process_stream_engine.h"
+#include "ffi/cuda/targets.h"
+#include "python/bindings.h"
+#include "transport/cuda/cuda_streams.h"
+#include "transport/cuda/device_guard.h"
+
+namespace turbobus::python {
+namespace {
+
+namespace py = pybind11;
+using namespace py::literals;  // NOLINT
+using engine::StreamEngine;
+using engine::StreamSettings;
+using transport::cuda::CudaStreams;
+using transport::cuda::DeviceGuard;
+using transport::cuda::YieldKind;
+
+/// (gpu, relay or None, "h2d" or "d2h", bytes per second)
+using PathTuple = std::tuple<int, std::optional<int>, std::string, double>;
+
+const char* DirectionName(topo::Direction direction) {
+  return direction == topo::Direction::kH2d ? "h2d" : "d2h";
+}
+
+topo::Direction ParseDirection(const std::string& name) {
+  if (name == "h2d") return topo::Direction::kH2d;
+  if (name == "d2h") return topo::Direction::kD2h;
+  throw py::value_error("direction: expected 'h2d' or 'd2h', got '" + name +
+                        "'");
+}
+
+py::object RelayOf(const topo::Path& path) {
+  if (!path.is_relay()) return py::none();
+  return py::int_(path.relay);
+}
+
+/// CUDA's view of the machine, made when first asked for; null after the engine
+/// took it.
+std::unique_ptr<CudaStreams>& Unstarted() {
+  static auto* const streams = new std::unique_ptr<CudaStreams>;
+  return *streams;
+}
+
+CudaStreams& Cuda() {
+  if (const auto engine = ffi::ProcessStreamEngine(); engine.ok()) {
+    return static_cast<CudaStreams&>((*engine)->streams());
+  }
+  if (Unstarted() == nullptr) Unstarted() = ValueOrRaise(CudaStreams::Create());
+  return *Unstarted();
+}
+
+StreamEngine& Engine() { return *ValueOrRaise(ffi::ProcessStreamEngine()); }
+
+template <typename T>
+void Read(const py::dict& values, const char* name, T& into) {
+  if (values.contains(name)) into = values[name].cast<T>();
+}
+
+StreamSettings ToSettings(StreamSettings settings, const py::dict& values) {
+  static constexpr const char* kNames[] = {
+      "block_bytes",       "min_pooled_bytes", "split",
+      "is_lock_step",      "has_yields",       "late_factor",
+      "direct_latency_ns", "relay_latency_ns", "is_disabled",
+      "is_traced"};
+  for (const auto& [key, value] : values) {
+    const auto name = key.cast<std::string>();
+    if (std::ranges::find(kNames, name) == std::end(kNames)) {
+      throw py::value_error("no setting is called '" + name + "'");
+    }
+  }
+  Read(values, "block_bytes", settings.block_bytes);
+  Read(values, "min_pooled_bytes", settings.min_pooled_bytes);
+  Read(values, "is_lock_step", settings.is_lock_step);
+  Read(values, "has_yields", settings.has_yields);
+  Read(values, "late_factor", settings.late_factor);
+  Read(values, "direct_latency_ns", settings.direct_latency_ns);
+  Read(values, "relay_latency_ns", settings.relay_latency_ns);
+  Read(values, "is_disabled", settings.is_disabled);
+  Read(values, "is_traced", settings.is_traced);
+  std::string split;
+  Read(values, "split", split);
+  if (split == "finish-time") {
+    settings.split = engine::SplitPolicy::kFinishTime;
+  } else if (split == "even") {
+    settings.split = engine::SplitPolicy::kEven;
+  } else if (split == "direct") {
+    settings.split = engine::SplitPolicy::kDirect;
+  } else if (!split.empty()) {
+    throw py::value_error(
+        "split: expected 'finish-time', 'even' or 'direct', got '" + split +
+        "'");
+  }
+  return settings;
+}
+
+py::list Gpus() {
+  py::list gpus;
+  for (const transport::cuda::GpuInfo& gpu : Cuda().gpus()) {
+    gpus.append(py::dict("name"_a = gpu.name, "uuid"_a = gpu.uuid,
+                         "pci_bus_id"_a = gpu.pci_bus_id,
+                         "memory_bytes"_a = gpu.memory_bytes));
+  }
+  return gpus;
+}
+
+void Start(const std::vector<PathTuple>& tuples, const py::dict& settings) {
+  std::vector<topo::Path> paths;
+  for (const auto& [gpu, relay, direction, rate] : tuples) {
+    topo::Path path;
+    path.gpu = gpu;
+    path.relay = relay.value_or(topo::kNoRelay);
+    path.direction = ParseDirection(direction);
+    path.bandwidth_bytes_per_s = rate;
+    paths.push_back(path);
+  }
+  (void)Cuda();  // raises where CUDA does not work
+  if (Unstarted() == nullptr) {
+    RaiseIfError(Status(StatusCode::kAlreadyExists,
+                        "the engine of the GPUs has been started already"));
+  }
+  const StreamSettings parsed = ToSettings(StreamSettings{}, settings);
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    const DeviceGuard guard;
+    auto engine =
+        StreamEngine::Create(std::move(Unstarted()), std::move(paths), parsed);
+    status = engine.status();
+    if (status.ok()) {
+      // What happens while programs run has no Python thread to say it on.
+      (*engine)->SetLog([](const std::string& message) {
+        std::fprintf(stderr, "jax_turbobus: %s\n", message.c_str());
+      });
+      status = ffi::SetProcessStreamEngine(std::move(engine).value());
+    }
+  }
+  RaiseIfError(status);
+}
+
+py::dict Stats() {
+  engine::StreamStats stats;
+  std::vector<engine::TransferRecord> records;
+  {
+    StreamEngine& engine = Engine();
+    const py::gil_scoped_release release;
+    const DeviceGuard guard;
+    stats = engine.stats();
+    records = engine.recent_transfers();
+  }
+  py::list paths;
+  for (const engine::PathStats& path : stats.paths) {
+    paths.append(py::dict(
+        "gpu"_a = path.path.gpu, "relay"_a = RelayOf(path.path),
+        "direction"_a = DirectionName(path.path.direction),
+        "bandwidth_bytes_per_s"_a = path.path.bandwidth_bytes_per_s,
+        "num_transfers"_a = path.num_transfers,
+        "num_blocks"_a = path.num_blocks, "num_bytes"_a = path.size_bytes,
+        "busy_ns"_a = path.busy_ns, "num_late"_a = path.num_late,
+        "is_backed_off"_a = path.is_backed_off, "share"_a = path.share,
+        "has_rival"_a = path.has_rival, "dropped"_a = path.dropped));
+  }
+  py::list transfers;
+  for (const engine::TransferRecord& one : records) {
+    transfers.append(py::dict(
+        "id"_a = one.id, "call"_a = one.call, "gpu"_a = one.gpu,
+        "direction"_a = DirectionName(one.direction),
+        "size_bytes"_a = one.size_bytes, "num_blocks"_a = one.num_blocks,
+        "num_relayed_bytes"_a = one.relayed_bytes,
+        "num_failures"_a = one.num_failures,
+        "submitted_ns"_a = one.submitted_ns, "started_ns"_a = one.started_ns,
+        "ended_ns"_a = one.ended_ns));
+  }
+  return py::dict(
+      "paths"_a = paths, "recent_transfers"_a = transfers,
+      "now_ns"_a = stats.now_ns, "created_ns"_a = stats.created_ns,
+      "num_completed"_a = stats.num_completed,
+      "completed_bytes"_a = stats.completed_bytes,
+      "num_failures"_a = stats.num_failures, "num_pooled"_a = stats.num_pooled,
+      "num_direct"_a = stats.num_direct, "num_plain"_a = stats.num_plain,
+      "plain_bytes"_a = stats.plain_bytes,
+      "num_rows_by_cores"_a = stats.num_rows_by_cores,
+      "num_rows_guessed"_a = stats.num_rows_guessed,
+      "num_guesses_right"_a = stats.num_guesses_right,
+      "num_guesses_wrong"_a = stats.num_guesses_wrong,
+      "num_in_flight"_a = stats.num_in_flight,
+      "staging_bytes"_a = stats.staging_bytes,
+      "num_events"_a = stats.num_events, "handler_ns"_a = stats.handler_ns);
+}
+
+py::list TakeSpans() {
+  std::vector<engine::StreamSpan> spans;
+  {
+    StreamEngine& engine = Engine();
+    const py::gil_scoped_release release;
+    const DeviceGuard guard;
+    spans = engine.TakeSpans();
+  }
+  py::list out;
+  for (const engine::StreamSpan& span : spans) {
+    out.append(py::dict("path"_a = span.path, "transfer"_a = span.transfer,
+                        "call"_a = span.call, "size_bytes"_a = span.size_bytes,
+                        "start_ns"_a = span.start_ns,
+                        "end_ns"_a = span.end_ns));
+  }
+  return out;
+}
+
+std::vector<double> Measure(const std::vector<int>& paths, int64_t size_bytes,
+                            int64_t block_bytes) {
+  StatusOr<std::vector<double>> rates = Internal("");
+  {
+    StreamEngine& engine = Engine();
+    const py::gil_scoped_release release;
+    const DeviceGuard guard;
+    rates = engine.Measure(paths, size_bytes, block_bytes);
+  }
+  return ValueOrRaise(std::move(rates));
+}
+
+void SetYieldKind(const std::string& name) {
+  if (name == "none") {
+    Cuda().set_yield_kind(YieldKind::kNone);
+  } else if (name == "word") {
+    Cuda().set_yield_kind(YieldKind::kWord);
+  } else if (name == "kernel") {
+    Cuda().set_yield_kind(YieldKind::kKernel);
+  } else {
+    throw py::value_error("expected 'none', 'word' or 'kernel', got '" + name +
+                          "'");
+  }
+}
+
+std::string YieldKindName() {
+  switch (Cuda().yield_kind()) {
+    case YieldKind::kNone:
+      return "none";
+    case YieldKind::kWord:
+      return "word";
+    default:
+      return "kernel";
+  }
+}
+
+py::dict FfiTargets() {
+  py::dict targets;
+  for (const ffi::Target& target : ffi::CudaTargets()) {
+    py::dict stages;
+    stages["execute"] = py::capsule(reinterpret_cast<void*>(target.execute));
+    targets[target.name] = stages;
+  }
+  return targets;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, module) {
+  module.doc() = "CUDA half of jax_turbobus; use it through the package.";
+  module.attr("ffi_api_version") =
+      py::make_tuple(ffi::kApiVersionMajor, ffi::kApiVersionMinor);
+  module.def("ffi_targets", &FfiTargets,
+             "XLA FFI handlers by target name: {name: {stage: capsule}}.");
+  module.def("gpus", &Gpus, "The GPUs of this process, by CUDA ordinal.");
+  module.def(
+      "can_access_peer",
+      [](int relay, int gpu) { return Cuda().CanAccessPeer(relay, gpu); },
+      "relay"_a, "gpu"_a,
+      "Whether two GPUs may reach each other's memory "
+      "(JAX_TURBOBUS_PEER_ACCESS=0: never).");
+  module.def("start", &Start, "paths"_a, "settings"_a,
+             "Makes this process's engine over paths (gpu, relay or None, "
+             "direction, bytes per second).");
+  module.def("is_started",
+             [] { return ffi::ProcessStreamEngine().status().ok(); });
+  module.def(
+      "set_settings",
+      [](const py::dict& values) {
+        RaiseIfError(
+            Engine().SetSettings(ToSettings(Engine().settings(), values)));
+      },
+      "settings"_a);
+  module.def("settings", [] {
+    const StreamSettings settings = Engine().settings();
+    static constexpr const char* kSplits[] = {"finish-time", "even", "direct"};
+    return py::dict("block_bytes"_a = settings.block_bytes,
+                    "min_pooled_bytes"_a = settings.min_pooled_bytes,
+                    "split"_a = kSplits[static_cast<int>(settings.split)],
+                    "is_lock_step"_a = settings.is_lock_step,
+                    "has_yields"_a = settings.has_yields,
+                    "late_factor"_a = settings.late_factor,
+                    "direct_latency_ns"_a = settings.direct_latency_ns,
+                    "relay_latency_ns"_a = settings.relay_latency_ns,
+                    "is_disabled"_a = settings.is_disabled,
+                    "is_traced"_a = settings.is_traced);
+  });
+  module.def(
+      "set_rates",
+      [](const std::vector<double>& rates) {
+        RaiseIfError(Engine().SetRates(rates));
+      },
+      "bandwidth_bytes_per_s"_a);
+  module.def("set_yield_kind", &SetYieldKind, "name"_a);
+  module.def("yield_kind", &YieldKindName);
+  module.def("stats", &Stats);
+  module.def("take_spans", &TakeSpans);
+  module.def("take_messages", [] { return Engine().TakeMessages(); });
+  module.def("measure", &Measure, "paths"_a, "size_bytes"_a, "block_bytes"_a,
+             "Bytes per second of each path when all copy at once.");
+  module.def(
+      "inject_fault", [](int relay) { Engine().InjectFault(relay); },
+      "relay"_a);
+}
+
+}  // namespace turbobus::python

@@ -1,0 +1,66 @@
+"""`python -m jax_turbobus profile`: measures the links of this machine's GPUs."""
+
+import argparse
+import dataclasses
+import json
+
+from jax_turbobus import profile
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where to keep it (default: where it is found)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="measure and print, keep nothing"
+    )
+    parser.add_argument(
+        "--size-mib", type=int, default=256, help="size of each transfer in MiB"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 2 where there is nothing to measure."""
+    try:
+        found = profile.measure(
+            size_bytes=args.size_mib << 20,
+            progress=lambda step: None if args.json else print(f"measuring {step} …"),
+        )
+    except ValueError as error:
+        print(error)
+        return 2
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found), indent=1))
+    else:
+        _show(found)
+    if not args.dry_run:
+        path = profile.keep(found, args.output)
+        if not args.json:
+            print(f"kept in {path}; the next process uses it")
+    return 0
+
+
+def _show(found: profile.Profile) -> None:
+    number = {uuid: i for i, uuid in enumerate(found.gpus)}
+    for path in found.paths:
+        via = "" if path.relay is None else f" via gpu{number[path.relay]}"
+        print(
+            f"  gpu{number[path.gpu]} {path.direction}{via:10} "
+            f"{path.bytes_per_s / 1e9:7.1f} GB/s"
+        )
+    for group in found.groups:
+        print(f"  one link upstream: {', '.join(f'gpu{number[u]}' for u in group)}")
+    for row in found.sweep:
+        if "block_bytes" in row:
+            print(
+                f"  blocks of {row['block_bytes'] >> 20:3} MiB, yield {row['yield']:6} "
+                f"{row['bytes_per_s'] / 1e9:7.1f} GB/s"
+            )
+        else:
+            rate = row["h2d_and_d2h_bytes_per_s"] / 1e9
+            print(f"  gpu{row['gpu']} both directions at once {rate:7.1f} GB/s")
+    print(f"  blocks of {found.block_bytes >> 20} MiB, yield by {found.yield_kind}")

@@ -1,0 +1,205 @@
+"""`python -m jax_turbobus top`: live use of every GPU's links.
+
+Rates are NVML's: what all processes of the machine move over PCIe and NVLink.
+Beside them, which process lends the GPU's link to others.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["Sample", "add_arguments", "bar", "lenders", "run", "table"]
+
+_GIB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What one GPU's links carried of late.
+
+    Attributes:
+      index: NVML's number of the GPU.
+      name: its model.
+      in_bytes_per_s: over PCIe, from the host.
+      out_bytes_per_s: over PCIe, to the host.
+      link_bytes_per_s: what its PCIe link could carry.
+      nvlink_bytes_per_s: over all NVLinks, both directions; None: unknown.
+      lender: the process that lends its link, or None.
+    """
+
+    index: int
+    name: str
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    link_bytes_per_s: float
+    nvlink_bytes_per_s: float | None
+    lender: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between updates"
+    )
+    parser.add_argument(
+        "--count", type=int, default=0, help="stop after so many updates (0: never)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 2 where there is no GPU to look at."""
+    try:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError) as error:
+        print(f"top: NVML cannot be loaded: {error}")
+        return 2
+    except pynvml.NVMLError as error:
+        print(f"top: no NVIDIA driver here: {error}")
+        return 2
+    try:
+        _watch(pynvml, args.interval, args.count)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        pynvml.nvmlShutdown()
+    return 0
+
+
+def _watch(nvml: Any, interval_s: float, count: int) -> None:
+    nvlink: dict[int, tuple[float, float]] = {}
+    height = 0
+    rounds = 0
+    while count == 0 or rounds < count:
+        samples = list(_samples(nvml, nvlink))
+        lines = table(samples)
+        if height:
+            print(f"\x1b[{height}F\x1b[J", end="")
+        print("\n".join(lines), flush=True)
+        height = len(lines)
+        rounds += 1
+        if count == 0 or rounds < count:
+            time.sleep(max(interval_s, 0.05))
+
+
+def table(samples: Iterable[Sample]) -> list[str]:
+    """Returns one heading and one line a GPU."""
+    lines = [
+        f"{'GPU':24} {'from host GB/s':>30} {'to host GB/s':>30} {'NVLink':>8}  lender"
+    ]
+    for one in samples:
+        nvlink = (
+            ""
+            if one.nvlink_bytes_per_s is None
+            else f"{one.nvlink_bytes_per_s / _GIB:.1f}"
+        )
+        lender = "" if one.lender is None else f"process {one.lender}"
+        lines.append(
+            f"{one.index:2} {one.name[:21]:21} "
+            f"{bar(one.in_bytes_per_s, one.link_bytes_per_s):>30} "
+            f"{bar(one.out_bytes_per_s, one.link_bytes_per_s):>30} "
+            f"{nvlink:>8}  {lender}"
+        )
+    return lines
+
+
+def bar(bytes_per_s: float, most: float, width: int = 20) -> str:
+    """Returns a rate with a bar that says how much of the link it is."""
+    share = min(bytes_per_s / most, 1.0) if most > 0 else 0.0
+    filled = round(share * width)
+    return f"{'█' * filled}{'·' * (width - filled)} {bytes_per_s / _GIB:6.1f}"
+
+
+def lenders(locks: str, directory: pathlib.Path) -> dict[str, int]:
+    """Returns who lends which GPU.
+
+    Args:
+      locks: the content of ``/proc/locks``.
+      directory: where the lenders' locks are.
+
+    Returns:
+      Process ids by GPU UUID.
+    """
+    inodes = {}
+    for path in directory.glob("jax_turbobus-lender-*.lock"):
+        uuid = path.name.removeprefix("jax_turbobus-lender-").removesuffix(".lock")
+        inodes[path.stat().st_ino] = uuid
+    found = {}
+    for line in locks.splitlines():
+        fields = line.split()
+        # 1: FLOCK ADVISORY WRITE 4711 08:01:131 0 EOF
+        if len(fields) < 6 or fields[1] != "FLOCK":
+            continue
+        inode = int(fields[5].rpartition(":")[2])
+        if inode in inodes:
+            found[inodes[inode]] = int(fields[4])
+    return found
+
+
+def _samples(nvml: Any, nvlink: dict[int, tuple[float, float]]) -> Iterator[Sample]:
+    directory = pathlib.Path(os.environ.get("JAX_TURBOBUS_LOCK_DIR", "/tmp"))
+    try:
+        who = lenders(pathlib.Path("/proc/locks").read_text(), directory)
+    except OSError:
+        who = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _text(nvml.nvmlDeviceGetUUID(handle)).lower().removeprefix("gpu-")
+        yield Sample(
+            index=index,
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            in_bytes_per_s=_pcie(nvml, handle, nvml.NVML_PCIE_UTIL_RX_BYTES),
+            out_bytes_per_s=_pcie(nvml, handle, nvml.NVML_PCIE_UTIL_TX_BYTES),
+            link_bytes_per_s=_link_rate(nvml, handle),
+            nvlink_bytes_per_s=_nvlink(nvml, handle, index, nvlink),
+            lender=who.get(uuid),
+        )
+
+
+def _pcie(nvml: Any, handle: Any, counter: int) -> float:
+    try:
+        return float(nvml.nvmlDeviceGetPcieThroughput(handle, counter)) * 1e3
+    except nvml.NVMLError:
+        return 0.0
+
+
+def _link_rate(nvml: Any, handle: Any) -> float:
+    try:
+        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    except nvml.NVMLError:
+        return 0.0
+    lane = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+    return float(width) * lane.get(generation, 0.0)
+
+
+def _nvlink(
+    nvml: Any, handle: Any, index: int, before: dict[int, tuple[float, float]]
+) -> float | None:
+    total = 0.0
+    try:
+        fields = (
+            nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+            nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+        )
+        for value in nvml.nvmlDeviceGetFieldValues(handle, fields):
+            if value.nvmlReturn != 0:
+                return None
+            total += float(value.value.ullVal) * 1024
+    except (AttributeError, nvml.NVMLError):
+        return None
+    now = time.monotonic()
+    old = before.get(index)
+    before[index] = (now, total)
+    if old is None or now <= old[0]:
+        return None
+    return (total - old[1]) / (now - old[0])
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

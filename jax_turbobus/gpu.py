@@ -1,0 +1,344 @@
+"""The engine that pools the host links of this process's GPUs.
+
+It starts with the first use of this package on CUDA devices, over the links that
+NVML and sysfs show, at the speeds that `python -m jax_turbobus profile` measured
+if it did. docs/gpu_offload.md explains it.
+
+Environment: ``JAX_TURBOBUS_DISABLE=1`` (every transfer is one plain copy),
+``JAX_TURBOBUS_POOLED=0`` (own links only), ``JAX_TURBOBUS_MODE=lock-step``,
+``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_TRACE=1``, ``JAX_TURBOBUS_PROFILE``
+(a file), ``JAX_TURBOBUS_PEER_ACCESS=0`` (as if no GPU reached another's memory),
+``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks are; default ``/tmp``).
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from jax_turbobus import _profile_file
+
+__all__ = ["Engine", "configured", "engine", "start"]
+
+_log = logging.getLogger("jax_turbobus")
+# Where neither a profile nor NVML says: PCIe 4.0 x16, measured. What counts is
+# that all links are taken to be equal.
+_DEFAULT_BYTES_PER_S = 25e9
+
+_engine: "Engine | None" = None
+
+
+class Engine:
+    """This process's engine for GPUs.
+
+    Attributes:
+      library: the C++ library.
+      remarks: sentences for a reader: why there is no profile, and the like.
+    """
+
+    def __init__(self, library: ModuleType, remarks: tuple[str, ...]) -> None:
+        self.library = library
+        self.remarks = remarks
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the time of every block is kept."""
+        return bool(self.library.settings()["is_traced"])
+
+    def set(self, **settings: Any) -> None:
+        """Changes settings for later transfers.
+
+        Args:
+          **settings: any of ``block_bytes``, ``min_pooled_bytes``, ``split``
+            (``"finish-time"``, ``"even"``, ``"direct"``), ``is_lock_step``,
+            ``has_yields``, ``late_factor``, ``direct_latency_ns``,
+            ``relay_latency_ns``, ``is_disabled``, ``is_traced``.
+
+        Raises:
+          ValueError: a setting does not exist or cannot work.
+        """
+        self.library.set_settings(settings)
+
+    def raw(self) -> dict[str, Any]:
+        """Returns every counter of the C++ engine."""
+        stats: dict[str, Any] = self.library.stats()
+        for message in self.library.take_messages():
+            _log.warning("%s", message)
+        return stats
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what `jax_turbobus.stats` shows."""
+        raw = self.raw()
+        return {
+            "now_ns": raw["now_ns"],
+            "created_ns": raw["created_ns"],
+            "num_submitted": raw["num_completed"] + raw["num_in_flight"],
+            "num_in_flight": raw["num_in_flight"],
+            "num_completed": raw["num_completed"],
+            "num_failed": 0,
+            "num_cancelled": 0,
+            "num_completed_bytes": raw["completed_bytes"],
+            "num_blocks_in_flight": 0,
+            "num_reissued_blocks": raw["num_failures"],
+            "num_late_copies": 0,
+            "lanes": [_lane(path) for path in raw["paths"]],
+            "links": _links(raw["paths"]),
+            "recent_transfers": [_transfer(one) for one in raw["recent_transfers"]],
+        }
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Returns blocks and transfers since the last call, for `trace`."""
+        spans = self.library.take_spans()
+        raw = self.raw()
+        events = [
+            {
+                "transfer": span["transfer"],
+                "lane": span["path"],
+                "gpu": raw["paths"][span["path"]]["gpu"],
+                "direction": raw["paths"][span["path"]]["direction"],
+                "offset_bytes": 0,
+                "size_bytes": span["size_bytes"],
+                "issued_ns": span["start_ns"],
+                "start_ns": span["start_ns"],
+                "end_ns": span["end_ns"],
+                "relayed_ns": 0,
+                "resumed_ns": 0,
+                "status": "OK",
+            }
+            for span in spans
+        ]
+        traced = {span["transfer"] for span in spans}
+        events += [
+            {
+                "transfer": one["id"],
+                "lane": -1,
+                "gpu": one["gpu"],
+                "direction": one["direction"],
+                "size_bytes": one["size_bytes"],
+                "issued_ns": min(one["submitted_ns"], one["ended_ns"]),
+                "end_ns": one["ended_ns"],
+                "status": "OK",
+            }
+            for one in raw["recent_transfers"]
+            if one["id"] in traced
+        ]
+        return events
+
+
+def _lane(path: dict[str, Any]) -> dict[str, Any]:
+    relay = path["relay"]
+    via = "" if relay is None else f" via gpu{relay}"
+    return {
+        "name": f"gpu{path['gpu']} {path['direction']}{via}",
+        "gpu": path["gpu"],
+        "relay": relay,
+        "direction": path["direction"],
+        "numa_node": 0,
+        "bandwidth_bytes_per_s": path["bandwidth_bytes_per_s"],
+        "num_bytes": path["num_bytes"],
+        "num_blocks": path["num_blocks"],
+        "busy_ns": path["busy_ns"],
+        "queued_ns": 0,
+        "num_late_blocks": path["num_late"],
+        "num_failed_blocks": 0,
+        "num_bytes_in_flight": 0,
+        "is_removed": bool(path["dropped"]),
+        "reason": path["dropped"],
+    }
+
+
+def _links(paths: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    links: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        gpu = path["gpu"] if path["relay"] is None else path["relay"]
+        name = f"pcie gpu{gpu} {path['direction']}"
+        link = links.setdefault(
+            name,
+            {
+                "name": name,
+                "bandwidth_bytes_per_s": path["bandwidth_bytes_per_s"],
+                "num_bytes": 0,
+                "num_blocks": 0,
+                "busy_ns": 0,
+            },
+        )
+        for field in ("num_bytes", "num_blocks", "busy_ns"):
+            link[field] += path[field]
+    return list(links.values())
+
+
+def _transfer(one: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": one["id"],
+        "gpu": one["gpu"],
+        "direction": one["direction"],
+        "size_bytes": one["size_bytes"],
+        "status": "OK",
+        "message": "",
+        "submitted_ns": one["submitted_ns"],
+        "started_ns": one["started_ns"],
+        "ended_ns": one["ended_ns"],
+        "num_blocks": one["num_blocks"],
+        "num_relayed_bytes": one["num_relayed_bytes"],
+        "num_reissued_blocks": one["num_failures"],
+        "reissue_reason": "",
+    }
+
+
+def engine() -> Engine | None:
+    """Returns the engine, or None where this process has not used CUDA devices."""
+    return _engine
+
+
+@contextlib.contextmanager
+def configured(**settings: Any) -> Iterator[None]:
+    """Runs its body under other settings of the engine, then restores them.
+
+    Args:
+      **settings: as for `Engine.set`.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      ValueError: there is no engine, or as for `Engine.set`.
+    """
+    if _engine is None:
+        raise ValueError("configured: this process has not used CUDA devices")
+    before = _engine.library.settings()
+    _engine.set(**settings)
+    try:
+        yield
+    finally:
+        _engine.set(**before)
+
+
+def start(library: ModuleType) -> None:
+    """Starts the engine; what loading the CUDA library ends with.
+
+    It makes streams and staging memory, and needs CUDA contexts on all GPUs of
+    this process.
+
+    Args:
+      library: the CUDA library.
+
+    Raises:
+      ValueError: an environment variable says what cannot be.
+    """
+    global _engine
+    if _engine is not None:
+        return
+    remarks: list[str] = []
+    gpus = library.gpus()
+    uuids = [gpu["uuid"] for gpu in gpus]
+    rates, driver = _estimated(uuids, remarks)
+    profile, reason = _profile_file.load(
+        _profile_file.default_path(uuids), driver=driver, gpus=uuids
+    )
+    if reason:
+        remarks.append(reason)
+    settings = _settings(profile)
+    if profile is not None and profile.yield_kind in ("word", "kernel"):
+        library.set_yield_kind(profile.yield_kind)
+    paths = list(_paths(library, uuids, rates, profile))
+    if settings.get("is_disabled"):
+        paths = [path for path in paths if path[1] is None]
+    library.start(paths, settings)
+    for message in library.take_messages():
+        remarks.append(message)
+        _log.warning("%s", message)
+    for remark in remarks:
+        _log.info("%s", remark)
+    _engine = Engine(library, tuple(remarks))
+
+
+def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if profile is not None:
+        settings["block_bytes"] = profile.block_bytes
+    if _flag("DISABLE", default=False):
+        settings["is_disabled"] = True
+    if not _flag("POOLED", default=True):
+        settings["split"] = "direct"
+    mode = os.environ.get("JAX_TURBOBUS_MODE") or "free-running"
+    if mode not in ("free-running", "lock-step"):
+        raise ValueError(
+            f"JAX_TURBOBUS_MODE: expected 'free-running' or 'lock-step', got {mode!r}"
+        )
+    settings["is_lock_step"] = mode == "lock-step"
+    block_bytes = os.environ.get("JAX_TURBOBUS_BLOCK_BYTES")
+    if block_bytes:
+        if not block_bytes.isdecimal():
+            raise ValueError(
+                "JAX_TURBOBUS_BLOCK_BYTES: expected a whole number, "
+                f"got {block_bytes!r}"
+            )
+        settings["block_bytes"] = min(max(int(block_bytes), 1 << 16), 1 << 30)
+    trace = os.environ.get("JAX_TURBOBUS_TRACE", "").lower()
+    settings["is_traced"] = trace not in ("", "0", "false", "no", "off")
+    return settings
+
+
+def _flag(name: str, *, default: bool) -> bool:
+    text = os.environ.get(f"JAX_TURBOBUS_{name}", "").strip().lower()
+    if not text:
+        return default
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"JAX_TURBOBUS_{name}: expected 1 or 0, got {text!r}")
+
+
+def _estimated(
+    uuids: list[str], remarks: list[str]
+) -> tuple[dict[tuple[int, int | None, str], float], str]:
+    """Returns rates by path from NVML and sysfs, and the driver's version."""
+    # Imported here: it imports `_ffi`, which is loading this.
+    from jax_turbobus import topology
+
+    found = topology.discover()
+    machine = found.topology
+    known = [gpu.uuid.lower().removeprefix("gpu-") for gpu in machine.gpus]
+    if known != uuids:
+        remarks.append(
+            f"NVML shows GPUs {known}, CUDA shows {uuids}: all links are taken to be "
+            "equal and any GPU may lend its own"
+        )
+        return {}, found.driver
+    directions: tuple[topology.Direction, ...] = ("h2d", "d2h")
+    return {
+        (path.gpu, path.relay, direction): path.bandwidth_bytes_per_s
+        for gpu in range(len(uuids))
+        for direction in directions
+        for path in machine.paths(gpu, direction)
+    }, found.driver
+
+
+def _paths(
+    library: ModuleType,
+    uuids: list[str],
+    rates: dict[tuple[int, int | None, str], float],
+    profile: _profile_file.Profile | None,
+) -> Iterator[tuple[int, int | None, str, float]]:
+    for gpu, uuid in enumerate(uuids):
+        for direction in ("h2d", "d2h"):
+            for relay in (None, *range(len(uuids))):
+                other = None if relay is None else uuids[relay]
+                if relay == gpu or (
+                    relay is not None and not library.can_access_peer(relay, gpu)
+                ):
+                    continue
+                if profile is not None:
+                    rate = profile.rate(uuid, other, direction)
+                    if other is not None and profile.is_one_group(uuid, other):
+                        continue
+                    if rate is not None:
+                        yield gpu, relay, direction, rate
+                        continue
+                if rates and relay is not None and (gpu, relay, direction) not in rates:
+                    continue  # the links do not add up
+                rate = rates.get((gpu, relay, direction), _DEFAULT_BYTES_PER_S)
+                yield gpu, relay, direction, rate

@@ -1,0 +1,183 @@
+"""What breaks on GPUs ends in direct copies or in an error with a name."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from gpu_programs import PLATFORM, run_python
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(PLATFORM != "cuda", reason="about GPUs only"),
+]
+
+PRELUDE = """
+import jax, numpy as np
+import jax_turbobus as tb
+from jax_turbobus import gpu, _ffi
+from gpu_programs import *
+_ffi.register()
+x = random(100 * MIB, np.uint8)
+def check(device=None):
+    device = device or gpus()[0]
+    d = jax.jit(tb.to_device)(on_host(x, device))
+    assert_same_bytes(d, x)
+    back = jax.jit(tb.to_host, donate_argnums=1)(d, on_host(x * 0, device))
+    assert_same_bytes(back, x)
+    return gpu.engine().raw()
+def dropped(raw):
+    return [p["dropped"] for p in raw["paths"] if p["dropped"]]
+"""
+
+
+@pytest.mark.multigpu
+def test_a_relay_that_fails_is_dropped_with_a_reason():
+    out = run_python(
+        PRELUDE
+        + """
+gpu.engine().library.inject_fault(1)
+for _ in range(3): raw = check()
+print("reasons", dropped(raw))
+print("lane", [l.reason for l in tb.stats().lanes if l.is_removed])
+"""
+    )
+    assert "injected fault" in out
+
+
+def test_disabled_is_one_plain_copy():
+    out = run_python(
+        PRELUDE + "raw = check(); print(raw['num_plain'], raw['num_pooled'])",
+        JAX_TURBOBUS_DISABLE="1",
+    )
+    assert out.split()[-2:] == ["2", "0"]
+
+
+def test_without_peer_access_transfers_are_direct():
+    out = run_python(
+        PRELUDE + "raw = check(); print(raw['num_pooled'], raw['num_direct'], "
+        "len(raw['paths']) == 2 * len(gpus()))",
+        JAX_TURBOBUS_PEER_ACCESS="0",
+    )
+    assert out.split()[-3:] == ["0", "2", "True"]
+
+
+def test_one_visible_gpu_is_direct():
+    out = run_python(
+        PRELUDE + "raw = check(); print(raw['num_pooled'], len(gpus()))",
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    assert out.split()[-2:] == ["0", "1"]
+
+
+@pytest.mark.multigpu
+def test_gpus_in_another_order():
+    out = run_python(
+        PRELUDE + "raw = check(); raw = check(gpus()[1]); print(raw['num_pooled'])",
+        CUDA_VISIBLE_DEVICES="1,0",
+    )
+    assert out.split()[-1] == "4"
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("allocator", ["platform", "cuda_async", "bfc"])
+def test_every_allocator(allocator):
+    out = run_python(
+        PRELUDE
+        + "raw = check(); raw = check(); print(raw['num_pooled'], dropped(raw))",
+        XLA_PYTHON_CLIENT_ALLOCATOR=allocator,
+    )
+    assert len(out.split()) >= 2, allocator
+
+
+@pytest.mark.multigpu
+def test_another_process_that_lends_is_respected(tmp_path):
+    holder = (
+        PRELUDE + "check(); print('ready', flush=True); import time; time.sleep(60)"
+    )
+    environ = {"JAX_TURBOBUS_LOCK_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", holder],
+        env={
+            **os.environ,
+            **environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.path.dirname(__file__),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline().strip() == "ready"
+        out = run_python(
+            PRELUDE + "raw = check(); print(raw['num_pooled'], dropped(raw))", **environ
+        )
+        assert "another process lends" in out
+        # Killed in the middle of whatever it does: its lock and memory go.
+        process.send_signal(signal.SIGKILL)
+    time.sleep(0.5)
+    out = run_python(PRELUDE + "raw = check(); print(raw['num_pooled'])", **environ)
+    assert out.split()[-1] == "2"
+
+
+def test_a_forked_child_gets_an_error_not_a_hang():
+    out = run_python(
+        PRELUDE
+        + """
+import os, warnings
+warnings.simplefilter("ignore")
+check()
+pid = os.fork()
+if pid == 0:
+    try:
+        gpu.engine().raw()
+    except Exception as error:
+        print("child:", error, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    )
+    assert "CUDA does not survive a fork" in out
+
+
+@pytest.mark.multigpu
+def test_nothing_leaks():
+    count = int(os.environ.get("TURBOBUS_LEAK_CALLS", "2000"))
+    out = run_python(
+        PRELUDE
+        + f"""
+import os, pynvml
+pynvml.nvmlInit()
+def memory():
+    return [pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(i)).used
+            for i in range(2)]
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+d0 = gpus()[0]
+h = on_host(x[:8 * MIB], d0)
+def step(h, out):
+    d = tb.to_device(h)
+    _, came, went = tb.overlap(lambda a: a + 1, d, fetch=h, offload=d, out=out)
+    return went
+step = jax.jit(step, donate_argnums=1)
+out = on_host(x[:8 * MIB] * 0, d0)
+def run(n):
+    global out
+    for _ in range(n): out = step(h, out)
+    jax.block_until_ready(out)
+run(200)
+a = memory(), rss(), len(os.listdir("/proc/self/fd")), gpu.engine().raw()["num_events"]
+run({count})
+b = memory(), rss(), len(os.listdir("/proc/self/fd")), gpu.engine().raw()["num_events"]
+print("device", [q - p for p, q in zip(a[0], b[0])], "rss", b[1] - a[1],
+      "fds", b[2] - a[2], "events", b[3] - a[3],
+      "in flight", gpu.engine().raw()["num_in_flight"])
+assert max(q - p for p, q in zip(a[0], b[0])) <= 4 * MIB
+assert b[1] - a[1] < 16 * MIB
+assert b[2] <= a[2] and b[3] <= a[3] + 64
+assert_same_bytes(out, x[:8 * MIB])
+""",
+        timeout_s=300,
+    )
+    assert "in flight 0" in out

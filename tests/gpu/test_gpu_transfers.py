@@ -1,0 +1,383 @@
+"""Transfers on real GPUs: exact, in stream order, whatever else is going on."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import (
+    MIB,
+    PLATFORM,
+    assert_same_bytes,
+    gpus,
+    on_device,
+    on_host,
+    random,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_turbobus as tb
+from jax_turbobus import gpu as engine_of_gpus
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [1, 1000, MIB, 5 * MIB + 3, 16 * MIB, 64 * MIB + 4096, 200 * MIB + 17]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_survive_a_round_trip(gpu, size):
+    x = random(size, np.uint8, seed=size)
+    h = on_host(x, gpu)
+    d = jax.jit(tb.to_device)(h)
+    assert_same_bytes(d, x)
+    assert d.sharding.memory_kind == "device"
+    back = jax.jit(tb.to_host, donate_argnums=1)(d, on_host(np.zeros_like(x), gpu))
+    assert back.sharding.memory_kind == "pinned_host"
+    assert_same_bytes(back, x)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.bool_, jnp.complex64]
+)
+def test_every_kind_of_element_is_moved(gpu, dtype):
+    x = random((1031, 4099), dtype)
+    assert_same_bytes(jax.jit(tb.to_device)(on_host(x, gpu)), x)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 5), (1,)])
+def test_tiny_shapes(gpu, shape):
+    x = random(shape)
+    assert_same_bytes(jax.jit(tb.to_device)(on_host(x, gpu)), x)
+
+
+def test_the_given_buffer_is_written_without_a_copy(gpu):
+    x = on_device(random(8 * MIB), gpu)
+    out = on_host(np.zeros(8 * MIB, np.float32), gpu)
+    before = out.unsafe_buffer_pointer()
+    y = jax.jit(tb.to_host, donate_argnums=1)(x, out)
+    assert y.unsafe_buffer_pointer() == before
+    assert_same_bytes(y, x)
+
+
+def test_host_memory_is_made_inside_the_program(gpu):
+    x = random(3 * MIB)
+
+    @jax.jit
+    def program(v):
+        a = tb.to_host(jnp.sin(v))
+        b = tb.to_host(jnp.cos(v))
+        return tb.to_device(a) + tb.to_device(b), a
+
+    total, a = program(on_device(x, gpu))
+    expected = jax.jit(jnp.sin)(on_device(x, gpu))
+    assert_same_bytes(a, expected)
+    np.testing.assert_array_equal(
+        total, jax.jit(lambda v: jnp.sin(v) + jnp.cos(v))(on_device(x, gpu))
+    )
+
+
+def test_the_source_may_change_right_after(gpu):
+    x = random(40 * MIB, np.uint8, seed=3)
+
+    def program(v, out):
+        v = v + 1  # a temporary, whose memory what follows gets
+        moved = tb.to_host(v, out=out)
+        for i in range(6):
+            v = jnp.flip(v) * 3 + i
+        return moved, v
+
+    # Both have one shape: donating v as well would make JAX alias it to `moved`.
+    step = jax.jit(program, donate_argnums=1)
+    d = on_device(x, gpu)
+    for _ in range(4):
+        moved, _ = step(d, on_host(np.zeros_like(x), gpu))
+        assert_same_bytes(moved, x + np.uint8(1))
+
+
+def test_transfers_wait_for_what_computes_their_source(gpu):
+    a = on_device(np.full((2048, 2048), 1e-3, np.float32), gpu)
+    out = on_host(np.zeros((2048, 2048), np.float32), gpu)
+
+    def compute(a):
+        for _ in range(8):
+            a = jnp.tanh(a @ a)
+        return a
+
+    expected = jax.jit(compute)(a)
+    step = jax.jit(lambda a, out: tb.to_host(compute(a), out=out), donate_argnums=1)
+    assert_same_bytes(step(a, out), expected)
+
+
+def test_many_in_a_row_are_issued_ahead(gpu):
+    x = random(16 * MIB, np.uint8)
+    h = on_host(x, gpu)
+
+    @jax.jit
+    def program(h):
+        total = jnp.zeros(x.shape, jnp.int32)
+        for _ in range(20):
+            h, total = jax.lax.optimization_barrier((h, total))
+            total = total + tb.to_device(h)
+        return total
+
+    np.testing.assert_array_equal(program(h), x.astype(np.int32) * 20)
+
+
+@pytest.mark.parametrize("rows", [(5, 3), (4, 1 << 20), (6, 5 * MIB // 4 + 1)])
+def test_rows_are_fetched_and_stored_where_the_device_says(gpu, rows):
+    stack = random(rows, np.int32, seed=2)
+    h = on_host(stack, gpu)
+    order = np.array([3, 0, -1, rows[0] + 7, 2, 1], np.int32)
+    clamped = np.clip(np.where(order < 0, order + rows[0], order), 0, rows[0] - 1)
+
+    @jax.jit
+    def gather(h, order):
+        return jax.lax.map(lambda i: tb.fetch(h, i), order)
+
+    assert_same_bytes(gather(h, order), stack[clamped])
+
+    def scatter(h, order):
+        def body(h, i):
+            row = jnp.full(rows[1:], i + 100, jnp.int32)
+            return tb.store(h, i, row), None
+
+        return jax.lax.scan(body, h, order)[0]
+
+    expected = stack.copy()
+    for i, j in zip(order, clamped, strict=True):
+        expected[j] = i + 100
+    assert_same_bytes(jax.jit(scatter, donate_argnums=0)(h, order), expected)
+
+
+def test_a_row_number_that_the_program_knows(gpu):
+    stack = random((5, 10 * MIB), np.uint8, seed=4)
+    h = on_host(stack, gpu)
+    assert_same_bytes(jax.jit(lambda h: tb.fetch(h, 3))(h), stack[3])
+    row = random(10 * MIB, np.uint8, seed=6)
+    stored = jax.jit(lambda h, row: tb.store(h, 2, row), donate_argnums=0)(h, row)
+    stack[2] = row
+    assert_same_bytes(stored, stack)
+
+
+def test_large_layers_stream_back(gpu):
+    """Rows that are worth a relay, forwards, backwards and stored."""
+    n, d = 5, 2048
+    w = random((n, d, d), np.uint8).astype(np.float32) / 256 / d
+    stack, x = on_host(w, gpu), on_device(np.ones((8, d), np.float32), gpu)
+
+    def loss(run, stack, x):
+        return jnp.sum(run(lambda layer, x: x @ layer, stack, x))
+
+    def plain(f, w, x):
+        return jax.lax.scan(lambda x, layer: (f(layer, x), None), x, w)[0]
+
+    step = jax.jit(jax.grad(functools.partial(loss, tb.scan_layers)))
+    expected = jax.jit(jax.grad(functools.partial(loss, plain)))(on_device(w, gpu), x)
+    for _ in range(3):
+        np.testing.assert_allclose(step(stack, x), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_rows_along_another_axis(gpu):
+    stack = random((3, 7, 50_001), np.int32)
+    h = on_host(stack, gpu)
+    fetched = jax.jit(jax.vmap(tb.fetch, in_axes=(0, None)))(h, 4)
+    assert_same_bytes(fetched, stack[:, 4])
+
+
+def test_overlap_moves_both_ways(gpu):
+    a = on_device(np.eye(1024, dtype=np.float32), gpu)
+    fetched = [on_host(random(n, np.uint8, n), gpu) for n in (12 * MIB, 1000, 70 * MIB)]
+    sent = on_device(random(33 * MIB, np.uint8, 5), gpu)
+
+    @jax.jit
+    def program(a, fetched, sent):
+        return tb.overlap(lambda a: a @ a, a, fetch=fetched, offload=sent)
+
+    for _ in range(3):
+        result, came, went = program(a, fetched, sent)
+        assert_same_bytes(result, a)
+        for one, other in zip(came, fetched, strict=True):
+            assert_same_bytes(one, other)
+        assert_same_bytes(went, sent)
+
+
+def test_layers_stream_forward_and_back(gpu):
+    n, d = 6, 1200
+    w = (random((n, d, d), np.uint8).astype(np.float32) / 256 - 0.5) / np.sqrt(d)
+    x = random((8, d), np.uint8).astype(np.float32) / 256
+    stack, x = on_host(w, gpu), on_device(x, gpu)
+
+    def f(layer, x):
+        return jnp.tanh(x @ layer)
+
+    def loss(stack, x):
+        return jnp.sum(tb.scan_layers(f, stack, x) ** 2)
+
+    def plain(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, layer: (f(layer, x), None), x, w)[0] ** 2)
+
+    expected, (grad_w, grad_x) = jax.jit(jax.value_and_grad(plain, (0, 1)))(
+        on_device(w, gpu), x
+    )
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    for _ in range(3):  # guesses of rows are wrong in the first run only
+        value, (stack_grad, x_grad) = step(stack, x)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(stack_grad, grad_w, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(x_grad, grad_x, rtol=1e-4, atol=1e-6)
+    assert stack_grad.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.multigpu
+def test_the_other_gpus_link_is_used(gpu):
+    if PLATFORM != "cuda":
+        pytest.skip("CPU devices have no links of their own")
+    h = on_host(random(256 * MIB, np.uint8), gpu)
+    move = jax.jit(tb.to_device)
+    jax.block_until_ready(move(h))
+    before = engine_of_gpus.engine().raw()
+    for _ in range(4):
+        jax.block_until_ready(move(h))
+    after = engine_of_gpus.engine().raw()
+    assert after["num_pooled"] - before["num_pooled"] == 4
+    relayed = [
+        b["num_bytes"] - a["num_bytes"]
+        for a, b in zip(before["paths"], after["paths"], strict=True)
+        if a["gpu"] == 0 and a["relay"] == 1 and a["direction"] == "h2d"
+    ]
+    assert relayed[0] > 4 * 100 * MIB
+    lanes = {lane.name: lane for lane in tb.stats().lanes}
+    assert lanes["gpu0 h2d via gpu1"].num_bytes >= relayed[0]
+
+
+@pytest.mark.multigpu
+def test_shards_of_both_gpus_move_at_once_with_collectives_between():
+    mesh = jax.make_mesh(
+        (2,), ("x",), devices=gpus()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    x = random((2, 12 * MIB), np.int32)
+    host = NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    h = jax.device_put(x, host)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def program(h):
+        d = tb.to_device(h)
+        total = jax.lax.psum(d, "x")
+        h2 = tb.to_host(total + d)
+        again = tb.to_device(h2)
+        return again + jax.lax.ppermute(d, "x", [(0, 1), (1, 0)])
+
+    expected = x + x.sum(0, keepdims=True, dtype=np.int32) + x[::-1]
+    for _ in range(5):
+        np.testing.assert_array_equal(program(h), expected)
+
+
+@pytest.mark.multigpu
+def test_two_programs_from_two_threads_in_any_order():
+    devices = gpus()[:2]
+    mesh = jax.make_mesh(
+        (2,), ("x",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    x = random((2, 6 * MIB), np.int32)
+    h = jax.device_put(x, NamedSharding(mesh, P("x"), memory_kind="pinned_host"))
+    alone = [on_host(random(20 * MIB, np.uint8, i), devices[i]) for i in range(2)]
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def sharded(h):
+        d = tb.to_device(h)
+        return jax.lax.psum(d, "x") + d
+
+    single = jax.jit(tb.to_device)
+    expected = x.sum(0, keepdims=True, dtype=np.int32) + x
+    errors = []
+
+    def run_sharded():
+        try:
+            results = [sharded(h) for _ in range(12)]
+            for result in results:
+                np.testing.assert_array_equal(result, expected)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    def run_single():
+        try:
+            results = [single(alone[i % 2]) for i in range(40)]
+            for i, result in enumerate(results):
+                assert_same_bytes(result, alone[i % 2])
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    jax.block_until_ready(sharded(h))
+    threads = [threading.Thread(target=t) for t in (run_sharded, run_single)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+        assert not thread.is_alive(), "deadlock"
+    assert not errors
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"is_lock_step": True},
+        {"split": "even"},
+        {"split": "direct"},
+        {"has_yields": False},
+        {"block_bytes": MIB},
+        {"is_disabled": True},
+        {"is_traced": True},
+    ],
+    ids=str,
+)
+def test_other_settings_are_exact_too(gpu, settings, tmp_path):
+    if PLATFORM != "cuda":
+        pytest.skip("CPU devices have another engine")
+    x = random(77 * MIB + 5, np.uint8)
+    with engine_of_gpus.configured(**settings):
+        d = jax.jit(tb.to_device)(on_host(x, gpu))
+        assert_same_bytes(d, x)
+        back = jax.jit(tb.to_host, donate_argnums=1)(d, on_host(x * 0, gpu))
+        assert_same_bytes(back, x)
+        if "is_traced" in settings:
+            assert tb.trace(tmp_path / "trace.json") > 8
+
+
+def test_a_transfer_that_xla_copied_is_an_error_with_a_name(gpu):
+    """A start in one iteration and its done in the next."""
+    from jax_turbobus.offload import _primitives as p
+
+    if PLATFORM != "cuda":
+        pytest.skip("tests/offload has the CPU case")
+    h = on_host(random((4, 8 * MIB), np.uint8), gpu)
+
+    @jax.jit
+    def program(h):
+        def body(carry, i):
+            flying, total = carry
+            ready = p.done_p.bind(flying, h, target="turbobus_h2d_done")
+            total = total + jnp.sum(ready.astype(jnp.int32))
+            flying = p.h2d_start_p.bind(h)
+            return (jnp.flip(flying), total), None
+
+        first = jnp.flip(p.h2d_start_p.bind(h))
+        return jax.lax.scan(body, (first, jnp.int32(0)), jnp.arange(3))[0][1]
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="turbobus_h2d_done"):
+        jax.block_until_ready(program(h))
+    # The process goes on.
+    assert_same_bytes(jax.jit(tb.to_device)(h), h)
+
+
+def test_lowered_calls_run_under_other_flags(gpu):
+    x = random(9 * MIB, np.uint8)
+    f = jax.jit(tb.to_device).lower(on_host(x, gpu))
+    for options in ({}, {"xla_gpu_enable_command_buffer": ""}):
+        compiled = f.compile(compiler_options=options if PLATFORM == "cuda" else {})
+        assert_same_bytes(compiled(on_host(x, gpu)), x)

@@ -1,0 +1,143 @@
+"""Profiles of other machines, old drivers and broken files are not used."""
+
+import json
+import pathlib
+
+import pytest
+from gpu_programs import gpus
+
+from jax_turbobus import _profile_file, profile
+from jax_turbobus._profile_file import PathRate, Profile
+from jax_turbobus.commands import top
+
+A, B = "aaaa", "bbbb"
+
+
+def make(**changes):
+    fields = {
+        "driver": "580.1",
+        "gpus": (A, B),
+        "date": "2026-11-30T00:00:00+00:00",
+        "block_bytes": 16 << 20,
+        "yield_kind": "word",
+        "paths": (PathRate(A, None, "h2d", 54e9), PathRate(A, B, "h2d", 53e9)),
+        "groups": ((A, B),),
+        "sweep": ({"block_bytes": 1, "bytes_per_s": 2.0, "yield": "none"},),
+    }
+    return Profile(**{**fields, **changes})
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    path = tmp_path / "deep" / "profile.json"
+    _profile_file.save(make(), path)
+    loaded, reason = _profile_file.load(path, driver="580.1", gpus=[B, A])
+    assert loaded == make()
+    assert not reason
+    assert loaded.rate(A, B, "h2d") == 53e9
+    assert loaded.rate(B, None, "h2d") is None
+    assert loaded.is_one_group(A, B)
+
+
+def test_a_process_that_sees_fewer_gpus_uses_it(tmp_path):
+    path = tmp_path / "profile.json"
+    _profile_file.save(make(), path)
+    assert _profile_file.load(path, driver="580.1", gpus=[B])[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("driver", "gpus", "reason"),
+    [("590.0", [A, B], "driver"), ("580.1", [A, "cccc"], "cccc")],
+)
+def test_a_stale_or_foreign_profile_is_ignored_with_a_reason(
+    tmp_path, driver, gpus, reason
+):
+    path = tmp_path / "profile.json"
+    _profile_file.save(make(), path)
+    loaded, why = _profile_file.load(path, driver=driver, gpus=gpus)
+    assert loaded is None
+    assert reason in why
+
+
+def broken_files():
+    whole = json.dumps({"format": "jax_turbobus/profile", "version": 1})
+    yield "cut", "{" + '"format": "jax_turbobus/pro'
+    yield "empty", ""
+    yield "list", "[]"
+    yield "fields", whole
+    yield "version", '{"format": "jax_turbobus/profile", "version": 99}'
+    yield "binary", "\udcff"
+
+
+@pytest.mark.parametrize(("_", "text"), list(broken_files()))
+def test_a_broken_file_is_ignored_with_a_reason(tmp_path, _, text):
+    path = tmp_path / "profile.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    loaded, why = _profile_file.load(path, driver="", gpus=[A])
+    assert loaded is None
+    assert str(path) in why
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_impossible_rates_are_refused(tmp_path, rate):
+    path = tmp_path / "profile.json"
+    _profile_file.save(make(paths=(PathRate(A, None, "h2d", rate),)), path)
+    assert _profile_file.load(path, driver="", gpus=[A])[0] is None
+
+
+def test_a_missing_file_says_what_to_run(tmp_path):
+    _, why = _profile_file.load(tmp_path / "none.json", driver="", gpus=[A])
+    assert "python -m jax_turbobus profile" in why
+
+
+def test_the_environment_names_another_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_TURBOBUS_PROFILE", str(tmp_path / "x.json"))
+    assert _profile_file.default_path([A]) == tmp_path / "x.json"
+    monkeypatch.delenv("JAX_TURBOBUS_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _profile_file.default_path([A, B]) == _profile_file.default_path([B, A])
+    assert _profile_file.default_path([A]) != _profile_file.default_path([B])
+
+
+def test_links_that_do_not_add_up_are_one_group():
+    uuids = ["a", "b", "c", "d"]
+    alone = dict.fromkeys(uuids, 50e9)
+    together = {
+        ("a", "b"): 52e9,
+        ("a", "c"): 100e9,
+        ("a", "d"): 99e9,
+        ("b", "c"): 98e9,
+        ("b", "d"): 100e9,
+        ("c", "d"): 99e9,
+    }
+    assert profile.link_groups(uuids, alone, together) == (("a", "b"),)
+    together["c", "d"] = 50e9
+    assert profile.link_groups(uuids, alone, together) == (("a", "b"), ("c", "d"))
+    together["b", "c"] = 50e9
+    assert profile.link_groups(uuids, alone, together) == (("a", "b", "c", "d"),)
+
+
+def test_the_smallest_block_within_one_percent_is_taken():
+    assert profile.smallest_good_block({1: 40.0, 4: 53.6, 16: 54.0}) == 4
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there are GPUs")
+def test_without_gpus_there_is_nothing_to_measure():
+    with pytest.raises(ValueError, match="no CUDA device"):
+        profile.measure()
+
+
+def test_top_finds_who_lends_a_gpu(tmp_path):
+    lock = tmp_path / f"jax_turbobus-lender-{A}.lock"
+    lock.touch()
+    inode = lock.stat().st_ino
+    locks = f"1: FLOCK  ADVISORY  WRITE 4711 08:01:{inode} 0 EOF\n2: POSIX x\n"
+    assert top.lenders(locks, pathlib.Path(tmp_path)) == {A: 4711}
+    assert top.lenders("", pathlib.Path(tmp_path)) == {}
+
+
+def test_top_draws_a_line_a_gpu():
+    samples = [top.Sample(0, "H200", 32e9, 0.0, 64e9, None, 7)]
+    heading, line = top.table(samples)
+    assert "NVLink" in heading
+    assert line.count("█") == 10
+    assert "process 7" in line
