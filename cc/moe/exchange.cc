@@ -47,7 +47,7 @@ class Exchange : public Work {
   int64_t num_pieces() const override { return pieces_.size(); }
 
  protected:
-  /// The rank whose experts have choice `c`, and the row there.
+  /// The call of the rank that owns an expert.
   const Call& OwnerOf(int32_t expert) const {
     return *calls_[shape_.rank_of(expert)];
   }

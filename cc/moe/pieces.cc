@@ -6,9 +6,8 @@
 namespace turbobus::moe {
 namespace {
 
-// Long enough to make claiming one free, short enough to share the work out.
-// 256 KiB; 128 KiB and 1 MiB were no faster (2-core EPYC, 2026-11-30, the
-// benchmark's default size).
+// Long enough that claiming a piece is free beside it, short enough that the
+// threads finish together.
 constexpr int64_t kPieceBytes = 256 << 10;
 
 void Cut(Piece piece, int64_t bytes_each, std::vector<Piece>& pieces) {

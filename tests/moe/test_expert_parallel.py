@@ -1,0 +1,119 @@
+"""The chunked layer equals the dense one, whatever the number of chunks."""
+
+import jax
+import jax.numpy as jnp
+import moe_reference as ref
+import numpy as np
+import pytest
+from moe_mesh import expert_of_rows, integers, make_mesh, on_mesh, routing
+
+from jax_turbobus import moe
+
+R, T, K, E, H = 4, 10, 2, 8, 160
+
+
+def inputs(kind="masked"):
+    ids = routing(kind, R, T, K, E).reshape(-1, K)
+    return (
+        integers((R * T, H), seed=1),
+        jnp.asarray(ids),
+        integers((R * T, K), seed=2),
+        integers((E, H), seed=3),
+    )
+
+
+def dense(tokens, ids, weights, scale):
+    return ref.moe_layer(tokens, ids, weights, lambda e, x: x * scale[e], E)
+
+
+def layer(**options):
+    def run(tokens, ids, weights, scale):
+        def experts(rows, sizes):
+            flat = rows.reshape(-1, H)
+            expert = expert_of_rows(
+                sizes, flat.shape[0], options.get("expert_capacity")
+            )
+            out = jnp.where((expert >= 0)[:, None], flat * scale[expert], jnp.nan)
+            return out.reshape(rows.shape)
+
+        return moe.expert_parallel(
+            experts, tokens, ids, weights, num_experts=E, axis_name="x", **options
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_capacity": 40}])
+@pytest.mark.parametrize("num_chunks", [1, 3, 16])
+def test_any_number_of_chunks_gives_the_dense_layer(num_chunks, options):
+    args = inputs()
+    mapped = on_mesh(layer(num_chunks=num_chunks, **options), make_mesh())
+    np.testing.assert_array_equal(jax.jit(mapped)(*args), dense(*args))
+    if num_chunks == 3:
+        got = jax.jit(jax.grad(lambda *a: (mapped(*a) ** 2).sum(), (0, 2, 3)))(*args)
+        want = jax.grad(lambda *a: (dense(*a) ** 2).sum(), (0, 2, 3))(*args)
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+def test_overflow_is_the_most_that_a_chunk_wanted_and_did_not_get():
+    args = inputs("first_rank")  # 2 rows of each token, all on rank 0.
+    mapped = jax.jit(
+        on_mesh(
+            lambda *a: tuple(
+                x if i == 0 else x[None]
+                for i, x in enumerate(
+                    layer(num_chunks=4, recv_capacity=20, with_overflow=True)(*a)
+                )
+            ),
+            make_mesh(),
+        )
+    )
+    _, overflow = mapped(*args)
+    # Chunks of 3, 3, 3 and 1 tokens on each of 4 ranks want 24, 24, 24 and 8 rows.
+    np.testing.assert_array_equal(overflow, [24, 0, 0, 0])
+
+
+def test_a_chunk_waits_only_for_the_one_two_before():
+    """Its dispatch must not depend on the experts of the chunk before."""
+    args = inputs()
+    text = str(jax.make_jaxpr(on_mesh(layer(num_chunks=5), make_mesh()))(*args))
+    assert text.count("turbobus_moe_dispatch[") == 5
+    assert text.count("optimization_barrier") == 3
+
+
+def test_ragged_dot_and_batched_matmul_agree_with_the_dense_layer():
+    tokens, ids, weights, _ = inputs("distinct")
+    params = integers((E, H, 24), seed=6, most=2)
+
+    def ragged(tokens, ids, weights, params):
+        return moe.expert_parallel(
+            lambda rows, sizes: jax.lax.ragged_dot(rows, params, sizes),
+            tokens,
+            ids,
+            weights,
+            num_experts=E,
+            axis_name="x",
+        )
+
+    def batched(tokens, ids, weights, params):
+        return moe.expert_parallel(
+            lambda rows, _: jnp.einsum("ech,eho->eco", rows, params),
+            tokens,
+            ids,
+            weights,
+            num_experts=E,
+            axis_name="x",
+            expert_capacity=R * T,
+        )
+
+    def reference(tokens, ids, weights, params):
+        return ref.moe_layer(tokens, ids, weights, lambda e, x: x @ params[e], E)
+
+    args = (tokens, ids, weights, params)
+    want = jax.value_and_grad(lambda *a: reference(*a).sum(), (0, 2, 3))(*args)
+    for one in (ragged, batched):
+        mapped = on_mesh(one, make_mesh())
+        got = jax.jit(jax.value_and_grad(lambda *a: mapped(*a).sum(), (0, 2, 3)))(*args)  # noqa: B023
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(g, w)
