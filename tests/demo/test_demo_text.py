@@ -21,10 +21,18 @@ def test_standard_library_is_split_by_file():
     assert corpus.num_files > 100
     share = corpus.held_out.size / (corpus.held_out.size + corpus.train.size)
     assert 0.03 < share < 0.25
-    # No held-out file lies within the training text.
-    held_out, train = corpus.held_out.tobytes(), corpus.train.tobytes()
-    for start in range(0, len(held_out) - 4000, len(held_out) // 20):
-        assert held_out[start : start + 4000] not in train
+
+
+def test_each_file_is_on_one_side_of_the_split(tmp_path):
+    contents = [f"name_{index} = {index}\n".encode() * 40 for index in range(40)]
+    for index, content in enumerate(contents):
+        write(tmp_path, f"m{index}.py", content)
+    corpus = text.load_standard_library(CONTEXT, tmp_path)
+    train, held_out = corpus.train.tobytes(), corpus.held_out.tobytes()
+    for content in contents:
+        assert (content in train) != (content in held_out)
+        line = content[: content.index(b"\n") + 1]
+        assert (line in train) != (line in held_out)
 
 
 def test_files_that_join_or_leave_do_not_move_others_across_the_split(tmp_path):
