@@ -1,0 +1,53 @@
+"""`python -m jax_turbobus sim`: the scheduler in virtual time over a topology."""
+
+import argparse
+import json
+import sys
+
+from jax_turbobus import sim
+from jax_turbobus.topology import Topology, names
+
+__all__ = ["add_arguments", "run"]
+
+_WORKLOADS: dict[str, list[sim.Transfer]] = {
+    "one": [sim.Transfer(0, 4 << 30)],
+    "rounds": [
+        sim.Transfer(0, 96 << 20, name="A"),
+        sim.Transfer(0, 32 << 20, name="B"),
+    ],
+    "neighbours": [sim.Transfer(0, 64 << 30), sim.Transfer(1, 1 << 30, 50_000_000)],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "topology", nargs="?", default="2xh200", help=f"{', '.join(names())} or a file"
+    )
+    parser.add_argument("--workload", choices=sorted(_WORKLOADS), default="one")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status, after printing what each policy would take."""
+    transfers = _WORKLOADS[args.workload]
+    try:
+        topology = Topology.load(args.topology)
+        results = {
+            name: sim.simulate(topology, transfers, name) for name in sim.POLICIES
+        }
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        figures = {
+            name: {"durations_ns": r.durations_ns, "bytes_by_lane": r.bytes_by_lane()}
+            for name, r in results.items()
+        }
+        print(json.dumps({"topology": topology.name, "policies": figures}, indent=1))
+        return 0
+    print(f"{topology.name}, {args.workload}: ms from arrival to the last byte")
+    for name, result in results.items():
+        times = "  ".join(f"{ns * 1e-6:10.3f}" for ns in result.durations_ns)
+        print(f"{name:10s} {times}  {sim.POLICIES[name].text}")
+    return 0
