@@ -9,7 +9,11 @@ from jax_turbobus.commands import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Runs one command.
+
+    Returns:
+      The exit status: 0 if the command did what it was asked to.
+    """
     parser = argparse.ArgumentParser(prog="python -m jax_turbobus")
     argv = list(sys.argv[1:] if argv is None else argv)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")

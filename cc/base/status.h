@@ -96,10 +96,10 @@ class [[nodiscard]] StatusOr {
 #define TB_CONCAT_INNER_(a, b) a##b
 #define TB_CONCAT_(a, b) TB_CONCAT_INNER_(a, b)
 
-#define TB_RETURN_IF_ERROR(expr)                              \
-  do {                                                        \
+#define TB_RETURN_IF_ERROR(expr)                                \
+  do {                                                          \
     if (::turbobus::Status tb_status = (expr); !tb_status.ok()) \
-      return tb_status;                                       \
+      return tb_status;                                         \
   } while (false)
 
 #define TB_ASSIGN_OR_RETURN(lhs, expr) \

@@ -76,9 +76,9 @@ def _decisions_per_s(
         (i % num_gpus, directions[i // num_gpus % 2], num_blocks * _BLOCK_BYTES)
         for i in range(max(total // num_blocks, num_concurrent))
     ]
-    rates = []
+    rates: list[float] = []
     for _ in range(3):
         start = time.process_time()
         count, _ = core.replay(config, transfers, num_concurrent)
-        rates.append(count / (time.process_time() - start))
+        rates.append(float(count) / (time.process_time() - start))
     return max(rates)
