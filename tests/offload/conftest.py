@@ -93,7 +93,8 @@ def _load_compiler():
 @pytest.fixture(scope="session")
 def cuda():
     """`compile(f, *arguments, num_devices=1)`, and `host` and `device` arguments."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    has_plugins = importlib.util.find_spec("jax_plugins") is not None
+    if not has_plugins or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip("the CUDA plugin of JAX (jax-cuda13-plugin) is not installed")
     _load_compiler()
     topology = {n: _cuda_topology(n) for n in (1, 2)}
