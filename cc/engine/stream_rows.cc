@@ -123,7 +123,8 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
   std::vector<RowLane*> lanes = {nullptr};
   std::vector<sched::SplitLane> split = {
       LaneFor(direct_path, direct, request.stream)};
-  if (size >= settings_.min_pooled_bytes &&
+  // What was started runs beside compute: relays' cores are left alone.
+  if (!is_start && size >= settings_.min_pooled_bytes &&
       streams_->KindOf(request.row.stack) == MemoryKind::kPinnedHost) {
     for (const int path :
          UsableRelays(request.gpu, direction, request.row.row)) {
