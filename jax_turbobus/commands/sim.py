@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import statistics
 import sys
 
 from jax_turbobus import sim
+from jax_turbobus.sim._workloads import bimodal
 from jax_turbobus.topology import Topology, names
 
 __all__ = ["add_arguments", "run"]
 
-_WORKLOADS: dict[str, list[sim.Transfer]] = {
+_FIXED: dict[str, list[sim.Transfer]] = {
     "one": [sim.Transfer(0, 4 << 30)],
     "rounds": [
         sim.Transfer(0, 96 << 20, name="A"),
@@ -24,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "topology", nargs="?", default="2xh200", help=f"{', '.join(names())} or a file"
     )
-    parser.add_argument("--workload", choices=sorted(_WORKLOADS), default="one")
+    parser.add_argument("--workload", choices=[*_FIXED, "bimodal"], default="one")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status, after printing what each policy would take."""
-    transfers = _WORKLOADS[args.workload]
     try:
         topology = Topology.load(args.topology)
+        transfers = _FIXED.get(args.workload) or bimodal(topology)
         results = {
             name: sim.simulate(topology, transfers, name) for name in sim.POLICIES
         }
@@ -40,14 +42,28 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        figures = {
+        report = {
             name: {"durations_ns": r.durations_ns, "bytes_by_lane": r.bytes_by_lane()}
             for name, r in results.items()
         }
-        print(json.dumps({"topology": topology.name, "policies": figures}, indent=1))
+        print(json.dumps({"topology": topology.name, "policies": report}, indent=1))
         return 0
-    print(f"{topology.name}, {args.workload}: ms from arrival to the last byte")
+    what = "mean of all, large, small" if args.workload == "bimodal" else "each"
+    print(f"{topology.name}, {args.workload}: ms to the last byte, {what}")
     for name, result in results.items():
-        times = "  ".join(f"{ns * 1e-6:10.3f}" for ns in result.durations_ns)
+        figures: tuple[float, ...] = result.durations_ns
+        if args.workload == "bimodal":
+            figures = _means(result)
+        times = "  ".join(f"{ns * 1e-6:10.3f}" for ns in figures)
         print(f"{name:10s} {times}  {sim.POLICIES[name].text}")
     return 0
+
+
+def _means(result: sim.Result) -> tuple[float, ...]:
+    """Returns mean durations in ns: all, large and small transfers."""
+    pairs = list(zip(result.transfers, result.durations_ns, strict=True))
+    kinds = ("", "large", "small")
+    return tuple(
+        statistics.fmean(ns for t, ns in pairs if kind in ("", t.name))
+        for kind in kinds
+    )

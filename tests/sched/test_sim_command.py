@@ -36,3 +36,12 @@ def test_h800_reaches_the_papers_figures():
     assert direct / sim.simulate(topology, job, "equal", max_links=4).makespan_ns > 3.55
     assert direct / sim.simulate(topology, job, "equal").makespan_ns < 3.05
     assert direct / sim.simulate(topology, job).makespan_ns > 3.5
+
+
+def test_chunks_and_block_allocation_cut_the_mean_of_mixed_sizes(capsys):
+    assert main(["sim", "dgx-v100", "--workload", "bimodal", "--json"]) == 0
+    policies = json.loads(capsys.readouterr().out)["policies"]
+    mean = {name: sum(p["durations_ns"]) for name, p in policies.items()}
+    assert mean["pooled"] < 0.85 * mean["no-chunks"]
+    assert mean["pooled"] < 0.85 * mean["transfer"]
+    assert mean["pooled"] < 0.7 * mean["direct"]
