@@ -111,3 +111,11 @@ def test_private_jax_is_touched_in_one_place():
     for path in python_files():
         if path.name != "_compat.py":
             assert "jax._src" not in path.read_text(), path
+
+
+def test_no_stream_formats_numbers():
+    # A statically linked libstdc++ beside XLA's own crashes in its locale facets
+    # (seen with GCC 13): messages are made with std::to_string.
+    for path in cc_files():
+        if not path.stem.endswith("_test") and "test" not in path.parts:
+            assert "stringstream" not in path.read_text(), path

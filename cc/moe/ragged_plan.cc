@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -78,25 +77,28 @@ Status RaggedTable::CheckSlice(int rank, int slice, int64_t operand_rows,
   const int back = rank * slices_per_rank_ + slice % slices_per_rank_;
   const int64_t expected = At(peer, kRecvSize, back);
 
-  std::ostringstream what;
-  what << "ragged_all_to_all: slice " << slice << " of rank " << rank
-       << ", for rank " << peer << ": ";
+  const auto text = [](int64_t number) { return std::to_string(number); };
+  std::string what;
   if (size < 0) {
-    what << "send_sizes must not be negative, got " << size;
+    what = "send_sizes must not be negative, got " + text(size);
   } else if (begin < 0 || (size > 0 && begin + size > operand_rows)) {
-    what << "input_offsets and send_sizes must stay within the operand's "
-         << operand_rows << " rows, got " << size << " rows from row " << begin;
+    what = "input_offsets and send_sizes must stay within the operand's " +
+           text(operand_rows) + " rows, got " + text(size) + " rows from row " +
+           text(begin);
   } else if (target < 0 || (size > 0 && target + size > output_rows)) {
-    what << "output_offsets and send_sizes must stay within the result's "
-         << output_rows << " rows, got " << size << " rows to row " << target;
+    what = "output_offsets and send_sizes must stay within the result's " +
+           text(output_rows) + " rows, got " + text(size) + " rows to row " +
+           text(target);
   } else if (expected != size) {
-    what << "it sends " << size << " rows, but rank " << peer
-         << " expects recv_sizes[" << back << "] = " << expected
-         << "; recv_sizes must be the all_to_all of send_sizes";
+    what = "it sends " + text(size) + " rows, but rank " + text(peer) +
+           " expects recv_sizes[" + text(back) + "] = " + text(expected) +
+           "; recv_sizes must be the all_to_all of send_sizes";
   } else {
     return OkStatus();
   }
-  return InvalidArgument(what.str());
+  return InvalidArgument("ragged_all_to_all: slice " + text(slice) +
+                         " of rank " + text(rank) + ", for rank " + text(peer) +
+                         ": " + what);
 }
 
 Status RaggedTable::Check(int64_t operand_rows, int64_t output_rows) const {
