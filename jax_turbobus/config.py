@@ -313,6 +313,9 @@ def configure(
 
     Source: TurboBus, "Executor" and "Scheduler" (the two modes, blocks, chunks).
     """
+    for name, flag in (("emulate", emulate), ("pooled", pooled), ("enabled", enabled)):
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(f"{name}: expected True or False, got {flag!r}")
     if not enabled or _environment_flag("DISABLE"):
         config = Config()
     else:

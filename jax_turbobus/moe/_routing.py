@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_turbobus import _compat
 from jax_turbobus.moe import _matching
 from jax_turbobus.moe._choice import choose_schedule
 from jax_turbobus.moe._matching import AxisName, Group
@@ -21,6 +22,8 @@ SCHEDULES = ("packed", "broadcast", "direct", "relay")
 _AUTOMATIC = ("packed", "broadcast")
 
 _MOST_ROWS = np.iinfo(np.int32).max
+
+_BYTE_BITS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +214,7 @@ def _integer(op: str, name: str, value: Any, *, least: int) -> int:
 def _is_movable(dtype: Any) -> bool:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
-    name = jnp.dtype(dtype).name
-    return not name.startswith(("int2", "int4", "uint2", "uint4", "int1", "uint1")) or (
-        name in {"int16", "uint16"}
-    )
+    return dtype == jnp.bool_ or _compat.element_bits(dtype) >= _BYTE_BITS
 
 
 def _shape(x: jax.Array) -> str:

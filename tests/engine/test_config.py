@@ -298,3 +298,9 @@ def test_the_child_of_a_fork_falls_back_to_plain_copies_and_never_hangs():
     assert out.split() == (
         ["False", "False", "True", "True", "3000000", "parent", "3000000", "True"]
     )
+
+
+@pytest.mark.parametrize("name", ["emulate", "pooled", "enabled"])
+def test_words_are_no_flags(name):
+    with pytest.raises(ValueError, match=f"{name}: expected True or False, got 'no'"):
+        jax_turbobus.configure(topology="2xh200", **{name: "no"})

@@ -41,6 +41,12 @@ BAD = [
     ("tokens", jnp.ones((4 * T, 2, H)), ValueError, "tokens: expected shape"),
     ("tokens", jnp.ones(4 * T), ValueError, "[num_tokens, hidden], got [4]"),
     ("tokens", jnp.ones((4 * T, H), jnp.int4), TypeError, "less than a byte"),
+    (
+        "tokens",
+        jnp.ones((4 * T, H), jnp.float4_e2m1fn),
+        TypeError,
+        "less than a byte",
+    ),
     ("expert_ids", jnp.zeros((8 * T, K), jnp.int32), ValueError, "expert_ids"),
     ("expert_ids", jnp.zeros(4 * T, jnp.int32), ValueError, "[4, top_k]"),
     ("expert_ids", jnp.zeros((4 * T, K)), TypeError, "int32, got float32"),

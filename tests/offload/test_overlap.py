@@ -315,3 +315,19 @@ def test_eager_programs_are_compiled_once_and_let_go():
     del compute
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0,)])
+def test_empty_arrays_beside_others(shape):
+    x = values()
+    empty = jnp.zeros(shape)
+    result, fetched, offloaded = tb.overlap(
+        compute,
+        x,
+        fetch=(tb.to_host(empty), tb.to_host(x), tb.to_host(empty)),
+        offload=(empty, x, empty),
+    )
+    assert_same(result, compute(x))
+    for moved in (fetched, offloaded):
+        assert [m.shape for m in moved] == [shape, x.shape, shape]
+        assert_same(moved[1], x)
