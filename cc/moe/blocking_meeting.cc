@@ -1,6 +1,7 @@
 #include "moe/blocking_meeting.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace turbobus::moe {
 namespace {
@@ -12,6 +13,15 @@ constexpr std::chrono::microseconds kSpin{200};
 constexpr size_t kMaxFailed = 1024;
 /// Runs whose positions are remembered. A device has few runs under way.
 constexpr size_t kMaxRuns = 4096;
+
+/// 60 s, or what JAX_TURBOBUS_EXCHANGE_TIMEOUT_S says.
+std::chrono::milliseconds DefaultTimeout() {
+  const char* text = std::getenv("JAX_TURBOBUS_EXCHANGE_TIMEOUT_S");
+  const double seconds = text != nullptr ? std::strtod(text, nullptr) : 0;
+  const bool is_usable = seconds > 0 && seconds < 1e9;
+  return std::chrono::milliseconds(
+      is_usable ? static_cast<int64_t>(seconds * 1000) : 60'000);
+}
 
 std::string MissingRanks(const std::vector<bool>& is_present) {
   std::string ranks;
@@ -26,8 +36,7 @@ std::string MissingRanks(const std::vector<bool>& is_present) {
 }  // namespace
 
 BlockingMeeting& BlockingMeeting::Process() {
-  static auto* const meeting =
-      new BlockingMeeting(std::chrono::milliseconds(60'000));
+  static auto* const meeting = new BlockingMeeting(DefaultTimeout());
   return *meeting;
 }
 
