@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -574,15 +575,16 @@ TEST(StreamEngineTest, SeveralRowsOfOneStackAreDoneOneByOne) {
 
 TEST(StreamEngineTest, PathsAreMeasuredAloneAndTogether) {
   Machine machine(2);
+  std::atomic<bool> is_measured = false;
   std::thread device([&] {
     while (machine.streams->num_copies < 3 * 16) std::this_thread::yield();
-    while (!machine.streams->Drain()) {
-    }
+    while (!is_measured) machine.streams->Drain();
   });
   // Paths 0 and 1: GPU 0, in, direct and over GPU 1.
   const auto rates = machine.engine->Measure({0, 1}, 16 * 64 * kKiB, 64 * kKiB);
-  ASSERT_TRUE(rates.ok()) << rates.status();
+  is_measured = true;
   device.join();
+  ASSERT_TRUE(rates.ok()) << rates.status();
   ASSERT_EQ(rates->size(), 2);
   for (const double rate : *rates) EXPECT_GT(rate, 0);
   EXPECT_FALSE(machine.engine->Measure({99}, 1, 1).ok());

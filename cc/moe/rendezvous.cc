@@ -89,7 +89,6 @@ uint64_t Rendezvous::ProcessTag() {
 void Rendezvous::set_timeout(std::chrono::milliseconds timeout) {
   std::lock_guard lock(mutex_);
   timeout_ = timeout;
-  wake_watcher_.notify_all();  // The next deadline may now be an earlier one.
 }
 
 std::chrono::milliseconds Rendezvous::timeout() const {
@@ -179,7 +178,7 @@ std::unique_ptr<Rendezvous::Open> Rendezvous::NewMeeting(
   if (!is_watched_) {
     is_watched_ = true;
     threads_.Start([this] { Watch(); });
-  } else if (is_watcher_idle_) {
+  } else if (open->deadline < watched_until_) {
     wake_watcher_.notify_all();
   }
   return open;
@@ -254,19 +253,16 @@ void Rendezvous::Remember(uint64_t key, const Open& open,
 void Rendezvous::Watch() {
   std::unique_lock lock(mutex_);
   while (!is_closing_) {
-    if (open_.empty()) {
-      is_watcher_idle_ = true;
-      wake_watcher_.wait(lock);
-      is_watcher_idle_ = false;
-      continue;
-    }
-    auto next = Clock::time_point::max();
+    watched_until_ = Clock::time_point::max();
     for (const auto& [key, queue] : open_) {
-      for (const auto& open : queue) next = std::min(next, open->deadline);
+      for (const auto& open : queue) {
+        watched_until_ = std::min(watched_until_, open->deadline);
+      }
     }
-    // A meeting that opens meanwhile is due later than those known here, unless
-    // the timeout has changed, which wakes us.
-    if (wake_watcher_.wait_until(lock, next) == std::cv_status::timeout) {
+    if (watched_until_ == Clock::time_point::max()) {
+      wake_watcher_.wait(lock);
+    } else if (wake_watcher_.wait_until(lock, watched_until_) ==
+               std::cv_status::timeout) {
       lock.unlock();
       Expire(Clock::now());
       lock.lock();

@@ -144,7 +144,7 @@ class Rendezvous {
   std::unordered_map<uint64_t, Failed> failed_;
   std::deque<uint64_t> failed_order_;
   bool is_watched_ = false;
-  bool is_watcher_idle_ = false;
+  Clock::time_point watched_until_;  // When the watcher looks again by itself.
   bool is_closing_ = false;
 };
 
