@@ -18,7 +18,6 @@ everything: no engine.
 
 import atexit
 import contextlib
-import math
 import numbers
 import os
 import threading
@@ -41,6 +40,10 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 _DEFAULT_BLOCK_BYTES = 16 << 20
 _DEFAULT_TRACE_EVENTS = 1 << 16
+_MOST_TRACE_EVENTS = 1 << 26
+# No machine has more memory; sums of such sizes and rates stay exact in the core.
+_MOST_BYTES = 1 << 46
+_RATE_SCALES = (1e-9, 1e9)
 # What a lane of a machine without a topology is taken to carry.
 _NOMINAL_BYTES_PER_S = 10e9
 # How long the end of a process waits for transfers before it stops them.
@@ -163,20 +166,33 @@ def _separate_links(num_gpus: int) -> Topology:
     )
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int, most: int) -> int:
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_number or value < least:
+    if not is_number or not least <= value <= most:
         raise ValueError(
-            f"{name}: expected a whole number of at least {least}, got {value!r}"
+            f"{name}: expected a whole number from {least} to {most}, got {value!r}"
         )
     return int(value)
 
 
-def _positive(name: str, value: Any) -> float:
+def _between(name: str, value: Any, least: float, most: float) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a positive number, got {value!r}")
+    if not is_number or not least <= value <= most:
+        raise ValueError(
+            f"{name}: expected a number from {least:g} to {most:g}, got {value!r}"
+        )
     return float(value)
+
+
+def _writable_path(path: str | os.PathLike[str]) -> str:
+    found = os.path.abspath(os.fspath(path))
+    folder = os.path.dirname(found)
+    if os.path.isdir(found) or not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"trace: expected True, False, a number of events or the path of a file in"
+            f" a folder that can be written to, got {os.fspath(path)!r}"
+        )
+    return found
 
 
 def _resolve(
@@ -206,7 +222,7 @@ def _resolve(
         trace = trace.lower() in _TRUE
     trace_path = None
     if isinstance(trace, str | os.PathLike):
-        trace_path = os.path.abspath(os.fspath(trace))
+        trace_path = _writable_path(trace)
         trace = True
     if isinstance(trace, bool):
         trace = _DEFAULT_TRACE_EVENTS if trace else 0
@@ -223,17 +239,20 @@ def _resolve(
                 _DEFAULT_BLOCK_BYTES,
             ),
             4096,
+            _MOST_BYTES,
         ),
         chunk_bytes=_whole(
             "chunk_bytes",
             _first(chunk_bytes, _environment_number("CHUNK_BYTES", int), 0),
             0,
+            _MOST_BYTES,
         ),
-        rate_scale=_positive(
+        rate_scale=_between(
             "rate_scale",
             _first(rate_scale, _environment_number("RATE_SCALE", float), 1.0),
+            *_RATE_SCALES,
         ),
-        trace_events=_whole("trace", trace, 0),
+        trace_events=_whole("trace", trace, 0, _MOST_TRACE_EVENTS),
         trace_path=trace_path,
     )
 
@@ -299,7 +318,7 @@ def configure(
       chunk_bytes: what a large transfer may have queued on relays at once, in
         bytes; 0: eight blocks.
       rate_scale: what all rates are multiplied by, to make fast links slow enough
-        for a small machine: 0.01 makes 55 GB/s 0.55 GB/s.
+        for a small machine: 0.01 makes 55 GB/s 0.55 GB/s; from 1e-9 to 1e9.
       trace: whether `trace` records blocks: True, how many, or the path of a file
         that is written when the process ends.
       enabled: False takes the engine out: transfers are plain copies again.

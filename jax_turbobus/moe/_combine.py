@@ -1,13 +1,10 @@
 """Rows of experts back to their tokens."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jax_turbobus.moe import _exchange, _matching
-from jax_turbobus.moe._routing import Routing
+from jax_turbobus.moe import _exchange, _linear, _matching
+from jax_turbobus.moe._arguments import check_array
 from jax_turbobus.moe._state import DispatchState
 
 __all__ = ["combine"]
@@ -36,13 +33,14 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
 
     Transforms:
       jit, shard_map (``check_vma`` too), grad in `rows` and in the state's weights,
-      vmap (a batch meets as one call), scan, remat. Reverse mode once.
+      vmap (a batch meets as one call), scan, remat. Reverse mode, any number of times.
     """
     if not isinstance(state, DispatchState):
         raise TypeError(
             "combine: state: expected the DispatchState that dispatch returned, got"
             f" {type(state).__name__}"
         )
+    check_array("combine: rows", rows)
     routing = state.routing
     num_axes = len(routing.rows_shape)
     if rows.ndim != num_axes + 1 or rows.shape[:-1] != routing.rows_shape:
@@ -67,30 +65,5 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
         routing.group,
         (rows, weights, state.expert_ids, state.slots, state.group_sizes),
     )
-    sums = _bring(routing, rows, weights, expert_ids, slots, group_sizes)
+    sums = _linear.bring(routing, rows, weights, expert_ids, slots, group_sizes)
     return sums.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else sums
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _bring(
-    routing: Routing,
-    rows: jax.Array,
-    weights: jax.Array,
-    expert_ids: jax.Array,
-    slots: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    del group_sizes  # Of the gradient's padding.
-    return _exchange.bring(routing, rows, weights, expert_ids, slots)
-
-
-def _bring_forward(routing: Routing, *operands: jax.Array) -> Any:
-    return _bring(routing, *operands), operands
-
-
-def _bring_backward(routing: Routing, residuals: Any, sum_grads: jax.Array) -> Any:
-    row_grads, weight_grads = _exchange.bring_grad(routing, sum_grads, *residuals)
-    return row_grads, weight_grads, None, None, None
-
-
-_bring.defvjp(_bring_forward, _bring_backward)

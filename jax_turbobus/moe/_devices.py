@@ -1,44 +1,73 @@
-"""Where the ranks of an exchange are, for handlers that cannot read it as data.
-
-A GPU's handler enqueues and returns: it cannot wait for the value of an operand. But
-the mesh is known when a program is lowered, and with it each device's rank.
-"""
+"""Where the ranks of an exchange are: the mesh is known when a program is lowered."""
 
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ranks_of"]
+__all__ = ["ranks_of", "sizes_of", "why_apart"]
 
 
-def ranks_of(ctx: Any, axes: tuple[Any, ...], op: str) -> dict[str, np.ndarray]:
-    """Returns the attributes ``devices``, ``ranks`` and ``groups`` of a GPU handler.
+def _mesh(ctx: Any) -> Any:
+    return ctx.module_context.axis_context.mesh
+
+
+def sizes_of(ctx: Any, axes: tuple[Any, ...]) -> tuple[int, ...]:
+    """Returns the sizes of mesh axes.
 
     Args:
       ctx: of a lowering inside `jax.shard_map`.
+      axes: mesh axes.
+    """
+    return tuple(_mesh(ctx).shape[axis] for axis in axes)
+
+
+def why_apart(ctx: Any, axes: tuple[Any, ...] | None) -> str | None:
+    """Returns why ranks along `axes` cannot meet in this process; None if they can.
+
+    Args:
+      ctx: of a lowering inside `jax.shard_map`.
+      axes: mesh axes of the ranks; None: all devices of the mesh must be here.
+    """
+    mesh = _mesh(ctx)
+    devices = getattr(mesh, "devices", None)  # An abstract mesh has none.
+    if devices is None:
+        return None
+    processes = np.vectorize(lambda d: d.process_index, otypes=[int])(devices)
+    if axes is None:
+        by_group = processes.reshape(1, -1)
+    else:
+        by_group = _by_group(processes, mesh.axis_names, axes)
+    if (by_group == by_group[:, :1]).all():
+        return None
+    return f"its ranks are in {len(np.unique(processes))} processes"
+
+
+def _by_group(x: Any, axis_names: tuple[Any, ...], axes: tuple[Any, ...]) -> Any:
+    """Returns `x`, laid out as the mesh, as ``[group, rank]``: each row exchanges."""
+    order = [axis_names.index(axis) for axis in axes]
+    others = [i for i in range(x.ndim) if i not in order]
+    num_ranks = int(np.prod([x.shape[i] for i in order], dtype=int))
+    return x.transpose(*others, *order).reshape(-1, num_ranks)
+
+
+def ranks_of(ctx: Any, axes: tuple[Any, ...]) -> dict[str, np.ndarray]:
+    """Returns the attributes ``devices``, ``ranks`` and ``groups`` of a GPU handler.
+
+    A GPU's handler enqueues and returns: it cannot wait for the value of an operand,
+    so that its rank is no datum there.
+
+    Args:
+      ctx: of a lowering inside `jax.shard_map`, all of whose devices are this
+        process's.
       axes: mesh axes of the ranks, major first.
-      op: for messages.
 
     Returns:
       For each device of the mesh, ``int64[num_devices]`` each: its ordinal in this
       process, its rank along `axes`, and a number that the devices which exchange
       with each other share.
-
-    Raises:
-      NotImplementedError: the mesh spans several processes.
     """
-    mesh = ctx.module_context.axis_context.mesh
-    devices = mesh.devices
-    if len({d.process_index for d in devices.flat}) > 1:
-        raise NotImplementedError(
-            f"{op}: the mesh {dict(mesh.shape)} spans several processes; on GPUs the"
-            " ranks of an exchange must be driven by one process"
-        )
-    order = [mesh.axis_names.index(axis) for axis in axes]
-    others = [i for i in range(devices.ndim) if i not in order]
-    num_ranks = int(np.prod([devices.shape[i] for i in order], dtype=int))
-    # [group, rank]: each row exchanges.
-    by_group = devices.transpose(*others, *order).reshape(-1, num_ranks)
+    mesh = _mesh(ctx)
+    by_group = _by_group(mesh.devices, mesh.axis_names, axes)
     groups, ranks = np.indices(by_group.shape, dtype=np.int64)
     ordinals = [getattr(d, "local_hardware_id", d.id) or 0 for d in by_group.flat]
     return {

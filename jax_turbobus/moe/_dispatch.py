@@ -1,14 +1,10 @@
 """Tokens to the ranks of their experts."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jax_turbobus.moe import _exchange, _matching, _routing
+from jax_turbobus.moe import _linear, _matching, _routing
 from jax_turbobus.moe._matching import AxisName
-from jax_turbobus.moe._routing import Routing
 from jax_turbobus.moe._state import DispatchState
 
 __all__ = ["dispatch"]
@@ -66,7 +62,8 @@ def dispatch(
 
     Transforms:
       jit, shard_map (``check_vma`` too), grad in `tokens` (and through the state in
-      `weights`), vmap (a batch meets as one call), scan, remat. Reverse mode once.
+      `weights`), vmap (a batch meets as one call), scan, remat. Reverse mode, any
+      number of times.
 
     Source: DESIGN, "Expert exchange"; ThunderEP's filtering and packing.
     """
@@ -90,7 +87,7 @@ def dispatch(
     tokens, expert_ids, weights = _matching.vary_alike(
         routing.group, (tokens, expert_ids, weights)
     )
-    rows, group_sizes, wanted, slots = _send(routing, tokens, expert_ids)
+    rows, group_sizes, wanted, slots = _linear.send(routing, tokens, expert_ids)
     state = DispatchState(
         expert_ids=expert_ids,
         weights=weights,
@@ -100,27 +97,3 @@ def dispatch(
         routing=routing,
     )
     return rows.reshape(*routing.rows_shape, tokens.shape[1]), group_sizes, state
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _send(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Any:
-    return _exchange.send(routing, tokens, expert_ids)
-
-
-def _send_forward(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Any:
-    results = _exchange.send(routing, tokens, expert_ids)
-    slots = results[-1]
-    return results, (expert_ids, slots)
-
-
-def _send_backward(routing: Routing, residuals: Any, cotangents: Any) -> Any:
-    expert_ids, slots = residuals
-    row_grads = cotangents[0]
-    dtype = row_grads.dtype
-    if dtype.name not in _exchange.SUMMABLE:
-        row_grads = row_grads.astype(jnp.float32)
-    grads = _exchange.send_grad(routing, row_grads, expert_ids, slots)
-    return grads.astype(dtype), None
-
-
-_send.defvjp(_send_forward, _send_backward)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_turbobus import _ffi
-from jax_turbobus.moe import _matching, _primitives
+from jax_turbobus.moe import _devices, _matching, _primitives
 from jax_turbobus.moe._routing import Routing
 
 __all__ = ["SUMMABLE", "bring", "bring_grad", "send", "send_grad", "weight_dtype"]
@@ -102,6 +102,11 @@ def _send_in_two(
 
 def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
     rows = ctx.avals_out[0]
+    reason = _devices.why_apart(ctx, params["axes"])
+    if reason is not None:
+        return _primitives.lower_to_collectives(
+            "dispatch", ctx, operands, params, reason
+        )
     if rows.size * rows.dtype.itemsize < _LARGE_BYTES:
         return _primitives.lower_to_target("dispatch", ctx, operands, params, _SIZES)
     _ffi.register()

@@ -1,14 +1,15 @@
 """Dispatch, experts and combine in one call, in chunks that overlap."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_turbobus.moe import _routing
+from jax_turbobus.moe._arguments import check_integer
 from jax_turbobus.moe._combine import combine
 from jax_turbobus.moe._dispatch import dispatch
 from jax_turbobus.moe._matching import AxisName
@@ -52,7 +53,8 @@ def expert_parallel(
       weights: ``float[num_tokens, top_k]``.
       num_experts: experts of all ranks together. Static.
       axis_name: mesh axis of the ranks, or a tuple of axes. Static.
-      num_chunks: at least 1; the same on all ranks. Static.
+      num_chunks: at least 1; the same on all ranks. No more are made than there are
+        tokens. Static.
       recv_capacity: rows that a rank can receive, of one chunk. Static.
       expert_capacity: rows of each local expert, of one chunk. Static.
       schedule: as for `dispatch`. Static.
@@ -65,8 +67,10 @@ def expert_parallel(
       if nothing was dropped.
 
     Raises:
-      TypeError: as `dispatch`, or `num_chunks` is not an integer.
-      ValueError: as `dispatch`, or `num_chunks` is below 1.
+      TypeError: as `dispatch`, or `num_chunks` is not an integer, or `expert_fn` no
+        function or returns no array.
+      ValueError: as `dispatch`, or `num_chunks` is below 1, or `expert_fn` returns
+        another number of rows than it gets.
 
     Transforms:
       As `dispatch` and `combine`.
@@ -74,19 +78,16 @@ def expert_parallel(
     Source: ThunderEP's overlap of exchange and experts.
     """
     _routing.check_arrays("expert_parallel", tokens, expert_ids, weights, valid)
-    try:
-        num_chunks = operator.index(num_chunks)
-    except TypeError:
+    if not callable(expert_fn):
         raise TypeError(
-            f"expert_parallel: num_chunks: expected an integer, got {num_chunks!r}"
-        ) from None
-    if num_chunks < 1:
-        raise ValueError(
-            f"expert_parallel: num_chunks: expected at least 1, got {num_chunks}"
+            "expert_parallel: expert_fn: expected a function of (rows, group_sizes),"
+            f" got {type(expert_fn).__name__}"
         )
+    num_chunks = check_integer("expert_parallel: num_chunks", num_chunks, least=1)
     if valid is not None:
         expert_ids = jnp.where(valid[:, None], expert_ids, -1)
     num_tokens = tokens.shape[0]
+    num_chunks = min(num_chunks, max(1, num_tokens))
     chunk_size = -(-num_tokens // num_chunks)
     sums: list[jax.Array] = []
     overflows = []
@@ -108,12 +109,35 @@ def expert_parallel(
             expert_capacity=expert_capacity,
             schedule=schedule,
         )
-        sums.append(combine(expert_fn(rows, group_sizes), state))
+        results = expert_fn(rows, group_sizes)
+        _check_results(results, rows)
+        sums.append(combine(results, state))
         overflows.append(state.overflow)
     result = sums[0] if num_chunks == 1 else jnp.concatenate(sums)[:num_tokens]
     if not with_overflow:
         return result
     return result, jnp.stack(overflows).max()
+
+
+def _check_results(results: Any, rows: jax.Array) -> None:
+    """Refuses what `expert_fn` may not return.
+
+    Raises:
+      TypeError: no array.
+      ValueError: not one row for each of `rows`.
+    """
+    if not isinstance(results, jax.Array | np.ndarray):
+        raise TypeError(
+            "expert_parallel: expert_fn: expected it to return an array, one row for"
+            f" each of its rows, got {type(results).__name__}"
+        )
+    if results.ndim != rows.ndim or results.shape[:-1] != rows.shape[:-1]:
+        expected = ", ".join(map(str, rows.shape[:-1]))
+        raise ValueError(
+            "expert_parallel: expert_fn: expected it to return an array of shape"
+            f" [{expected}, hidden] for rows of shape {list(rows.shape)}, got"
+            f" {list(results.shape)}"
+        )
 
 
 def _chunk(x: jax.Array, begin: int, size: int, fill: int) -> jax.Array:

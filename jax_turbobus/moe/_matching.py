@@ -8,6 +8,7 @@ data, and data cannot be confused. Rank 0's key names the meeting.
 
 import dataclasses
 import math
+import numbers
 import os
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
 
 AxisName = Hashable | tuple[Hashable, ...]
 
+_MOST_SECONDS = 1e9
 _TIMEOUT_VARIABLE = "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S"
 
 
@@ -157,9 +159,15 @@ def set_exchange_timeout(seconds: float) -> None:
       seconds: a positive number; holds for calls that begin from now on.
 
     Raises:
-      ValueError: `seconds` is not positive.
+      ValueError: `seconds` is not a positive number, or more than 1e9.
     """
-    _ffi.core().set_exchange_timeout(seconds)
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(
+            "set_exchange_timeout: seconds: expected a positive number, at most"
+            f" {_MOST_SECONDS:g}, got {seconds!r}"
+        )
+    _ffi.core().set_exchange_timeout(float(seconds))
 
 
 def _read_timeout_variable() -> None:

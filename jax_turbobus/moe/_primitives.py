@@ -7,6 +7,7 @@ stay as they are while the others get a leading axis.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +19,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _devices
+from jax_turbobus.moe import _collectives, _devices
 
 __all__ = [
     "KEY_SIZE",
     "NUM_MEETING_OPERANDS",
     "exchange_primitive",
     "gather_keys",
+    "lower_to_collectives",
     "lower_to_target",
     "new_key",
 ]
+
+_log = logging.getLogger("jax_turbobus")
 
 # s32 words of a key: `kKeySize` in cc/ffi/moe_call.h.
 KEY_SIZE = 4
@@ -86,19 +90,52 @@ def exchange_primitive(
         return out, [0] * len(out)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        reason = _devices.why_apart(ctx, params["axes"])
+        if reason is not None:
+            return lower_to_collectives(name, ctx, operands, params, reason)
         return lower_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        return lower(
-            ctx, *operands, **params, **_devices.ranks_of(ctx, params["axes"], name)
+        reason = _devices.why_apart(ctx, None)
+        if reason is not None:
+            return lower_to_collectives(name, ctx, operands, params, reason)
+        ranks = _devices.ranks_of(ctx, params["axes"])
+        return lower_to_target(name, ctx, operands, params | ranks, not_attributes)
+
+    def lower_anywhere(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return lower_to_collectives(
+            name, ctx, operands, params, "no exchange of our own on this platform"
         )
 
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, lower_anywhere)
     mlir.register_lowering(primitive, lower, platform="cpu")
     mlir.register_lowering(primitive, lower_gpu, platform="cuda")
     return primitive
+
+
+def lower_to_collectives(
+    name: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    reason: str,
+) -> Any:
+    """Returns the IR values of the exchange in XLA's own collectives, and logs why.
+
+    Args:
+      name: of the exchange.
+      ctx: the `LoweringRuleContext`.
+      operands: IR values.
+      params: of the primitive.
+      reason: why the exchange cannot be one of ours.
+    """
+    _log.info("%s over %s: plain JAX collectives: %s", name, params["axis"], reason)
+    axes = params["axes"]
+    with _compat.bound_axes(axes, _devices.sizes_of(ctx, axes)):
+        return mlir.lower_fun(_collectives.EXCHANGES[name])(ctx, *operands, **params)
 
 
 def lower_to_target(
@@ -181,6 +218,8 @@ def _gather_keys_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) 
 
 
 def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
+    if _devices.why_apart(ctx, axes) is not None:
+        return _no_keys(ctx, *deps)
     _ffi.register()
     gather = mlir.lower_fun(
         lambda *deps: lax.all_gather(new_key(*deps), axes), multiple_results=False
@@ -189,8 +228,8 @@ def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
         return gather(ctx, *deps)
 
 
-def _gather_keys_gpu(ctx: Any, *deps: Any, **params: Any) -> Any:
-    # GPUs know a call by its run and its place in it: no key travels.
+def _no_keys(ctx: Any, *deps: Any, **params: Any) -> Any:
+    # GPUs know a call by its run and its place in it, collectives by themselves.
     del deps, params
     (aval,) = ctx.avals_out
     zeros = mlir.lower_fun(
@@ -202,13 +241,13 @@ def _gather_keys_gpu(ctx: Any, *deps: Any, **params: Any) -> Any:
 _gather_keys_p.def_abstract_eval(_gather_keys_abstract_eval)
 batching.primitive_batchers[_gather_keys_p] = _gather_keys_batch
 mlir.register_lowering(_gather_keys_p, _gather_keys_cpu, platform="cpu")
-mlir.register_lowering(_gather_keys_p, _gather_keys_gpu, platform="cuda")
+mlir.register_lowering(_gather_keys_p, _no_keys)
 
 
 def gather_keys(axes: tuple[Any, ...], deps: Sequence[jax.Array]) -> jax.Array:
     """Returns ``int32[num_ranks, 4]``: a new key of each rank along `axes`.
 
-    Through XLA's own all-gather on CPU devices. Zeros on GPUs, whose exchanges find
+    Through XLA's own all-gather on CPU devices. Zeros elsewhere, where exchanges find
     each other without.
     """
     sizes = tuple(int(lax.axis_size(axis)) for axis in axes)

@@ -5,6 +5,7 @@ The checks, and the choice between our exchange and plain JAX collectives.
 
 import logging
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def ragged_all_to_all(
       ``[output_rows, ...]``, like `output`.
 
     Raises:
-      TypeError: offsets or sizes are not integers, or dtypes differ.
+      TypeError: offsets, sizes or groups are not integers, or dtypes differ.
       ValueError: shapes, lengths or groups that do not fit.
       NameError: `axis_name` is not bound here.
 
@@ -112,7 +113,13 @@ def _axis_size(axes: tuple[Any, ...]) -> int:
 def _check_groups(groups: Sequence[Sequence[int]] | None, size: int) -> Groups:
     if groups is None:
         return None
-    result = tuple(tuple(int(i) for i in group) for group in groups)
+    try:
+        result = tuple(tuple(map(operator.index, group)) for group in groups)
+    except TypeError:
+        raise TypeError(
+            f"{_OP}: axis_index_groups: expected groups of axis indices, such as"
+            f" [[0, 1], [2, 3]], got {groups!r}"
+        ) from None
     if sorted(i for group in result for i in group) != list(range(size)):
         raise ValueError(
             f"{_OP}: axis_index_groups: expected each axis index in 0..{size - 1}"

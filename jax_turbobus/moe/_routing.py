@@ -1,7 +1,6 @@
 """The static half of an exchange, and the checks at trace time that lead to it."""
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from jax_turbobus import _compat
 from jax_turbobus.moe import _matching
+from jax_turbobus.moe._arguments import MOST, check_array, check_integer
 from jax_turbobus.moe._choice import choose_schedule
 from jax_turbobus.moe._matching import AxisName, Group
 
@@ -20,8 +20,6 @@ SCHEDULES = ("packed", "broadcast", "direct", "relay")
 
 # What "auto" chooses from where all ranks are connected alike.
 _AUTOMATIC = ("packed", "broadcast")
-
-_MOST_ROWS = np.iinfo(np.int32).max
 
 _BYTE_BITS = 8
 
@@ -77,9 +75,14 @@ def check_arrays(
     """Checks the arrays that users hand to `dispatch`, without looking at values.
 
     Raises:
-      TypeError: an array's dtype is not what it must be.
+      TypeError: something is no array, or its dtype is not what it must be.
       ValueError: shapes that do not fit each other.
     """
+    arrays = {"tokens": tokens, "expert_ids": expert_ids, "weights": weights}
+    if valid is not None:
+        arrays["valid"] = valid
+    for name, x in arrays.items():
+        check_array(f"{op}: {name}", x)
     if tokens.ndim != 2:
         raise ValueError(
             f"{op}: tokens: expected shape [num_tokens, hidden], got"
@@ -141,7 +144,7 @@ def routing_of(
     """
     group = _matching.Group.of(axis_name, op=op)
     num_ranks = group.num_ranks
-    num_experts = _integer(op, "num_experts", num_experts, least=1)
+    num_experts = check_integer(f"{op}: num_experts", num_experts, least=1)
     if num_experts % num_ranks:
         wanted = -(-num_experts // num_ranks) * num_ranks
         raise ValueError(
@@ -162,16 +165,18 @@ def routing_of(
         )
     num_local = num_experts // num_ranks
     if expert_capacity is not None:
-        expert_capacity = _integer(op, "expert_capacity", expert_capacity, least=1)
+        expert_capacity = check_integer(
+            f"{op}: expert_capacity", expert_capacity, least=1
+        )
         num_rows = num_local * expert_capacity
     elif recv_capacity is not None:
-        num_rows = _integer(op, "recv_capacity", recv_capacity, least=0)
+        num_rows = check_integer(f"{op}: recv_capacity", recv_capacity, least=0)
     else:
         num_rows = num_ranks * num_tokens * min(top_k, num_local)
-    if max(num_rows, num_tokens * top_k) > _MOST_ROWS:
+    if max(num_rows, num_tokens * top_k) > MOST:
         raise ValueError(
             f"{op}: {num_rows} rows and {num_tokens} x {top_k} choices a rank: more"
-            f" than {_MOST_ROWS}; exchange in chunks (expert_parallel), or give a"
+            f" than {MOST}; exchange in chunks (expert_parallel), or give a"
             " smaller recv_capacity"
         )
     if schedule != "auto" and schedule not in SCHEDULES:
@@ -196,19 +201,6 @@ def routing_of(
         expert_capacity=expert_capacity,
         schedule=schedule,
     )
-
-
-def _integer(op: str, name: str, value: Any, *, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{op}: {name}: expected a Python integer, known at trace time, got"
-            f" {value!r} ({type(value).__name__})"
-        ) from None
-    if number < least:
-        raise ValueError(f"{op}: {name}: expected at least {least}, got {number}")
-    return number
 
 
 def _is_movable(dtype: Any) -> bool:

@@ -7,12 +7,12 @@ crosses no link. `_links` lays such matrices over a topology, `_volume` prints t
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from jax_turbobus.moe._arguments import check_dtype, check_integer
 
 __all__ = [
     "PEERS",
@@ -64,17 +64,8 @@ class ExchangeShape:
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_rank", "hidden", "num_experts", "top_k", "num_ranks"):
-            value = getattr(self, name)
             least = 0 if name == "tokens_per_rank" else 1
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise TypeError(
-                    f"{name}: expected an integer, got {value!r}"
-                    f" ({type(value).__name__})"
-                ) from None
-            if number < least:
-                raise ValueError(f"{name}: expected at least {least}, got {number}")
+            number = check_integer(name, getattr(self, name), least=least)
             object.__setattr__(self, name, number)
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -88,7 +79,7 @@ class ExchangeShape:
                 f" {self.num_experts}; pad to {wanted} experts, or let"
                 " moe.plan_placement lay them out"
             )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "dtype", check_dtype("dtype", self.dtype))
 
     @property
     def num_local_experts(self) -> int:

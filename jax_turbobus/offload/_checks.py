@@ -1,10 +1,12 @@
 """What the offload calls refuse, and in which words."""
 
 import functools
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_turbobus import _compat
 
@@ -17,6 +19,7 @@ __all__ = [
     "check_row",
     "check_space",
     "check_stack",
+    "check_values",
     "space_of",
 ]
 
@@ -44,12 +47,18 @@ def check_array(call: str, name: str, x: Any) -> None:
 
     Raises:
       TypeError: `x` is not a `jax.Array`, or its elements have no bytes.
+      ValueError: it was donated or deleted.
     """
     if not isinstance(x, jax.Array):
         raise TypeError(
             f"{call}: argument {name}: expected a jax.Array, got "
             f"{type(x).__module__}.{type(x).__qualname__}; "
             "make it one with jax.device_put"
+        )
+    if not _compat.is_tracer(x) and x.is_deleted():
+        raise ValueError(
+            f"{call}: argument {name}: this array ({x.dtype}{list(x.shape)}) was "
+            "donated to an earlier call or deleted; use the result of that call"
         )
     if not _is_movable(x.dtype):
         raise TypeError(
@@ -98,8 +107,14 @@ def check_function(call: str, name: str, f: Any) -> None:
         )
 
 
-def check_out(call: str, x: Any, out: Any) -> None:
+def check_out(call: str, x: Any, out: Any, source: str = "x") -> None:
     """Refuses an `out` that the bytes of `x` would not fill exactly.
+
+    Args:
+      call: whose argument it is.
+      x: what goes there.
+      out: the argument.
+      source: which argument `x` is.
 
     Raises:
       TypeError: `out` is no array, or its dtype differs.
@@ -107,16 +122,19 @@ def check_out(call: str, x: Any, out: Any) -> None:
     """
     check_array(call, "out", out)
     if out is x:
-        raise ValueError(f"{call}: argument out is x itself; expected another array")
+        raise ValueError(
+            f"{call}: argument out is {source} itself; expected another array"
+        )
     check_space(call, "out", out, HOST)
     if out.dtype != x.dtype:
         raise TypeError(
-            f"{call}: argument out: expected dtype {x.dtype} as x, got {out.dtype}; "
-            "cast x, or make out of the same dtype"
+            f"{call}: argument out: expected dtype {x.dtype} as {source}, got "
+            f"{out.dtype}; cast {source}, or make out of the same dtype"
         )
     if out.shape != x.shape:
         raise ValueError(
-            f"{call}: argument out: expected shape {x.shape} as x, got {out.shape}"
+            f"{call}: argument out: expected shape {x.shape} as {source}, got "
+            f"{out.shape}"
         )
     if _compat.is_tracer(x) or _compat.is_tracer(out):
         expected, found = jax.typeof(x).sharding, jax.typeof(out).sharding
@@ -126,10 +144,28 @@ def check_out(call: str, x: Any, out: Any) -> None:
         matches = found == expected or found.is_equivalent_to(expected, x.ndim)
     if not matches:
         raise ValueError(
-            f"{call}: argument out: expected the sharding of x, {expected}, got "
-            f"{found}; make it with jax.device_put(…, "
-            "x.sharding.with_memory_kind('pinned_host'))"
+            f"{call}: argument out: expected the sharding of {source}, {expected}, "
+            f"got {found}; make it with jax.device_put(…, "
+            f"{source}.sharding.with_memory_kind('pinned_host'))"
         )
+
+
+def check_values(call: str, name: str, tree: Any) -> None:
+    """Refuses a tree with leaves that a compiled function cannot take.
+
+    Raises:
+      TypeError: a leaf is no array and no number.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | numbers.Number):
+            raise TypeError(
+                f"{call}: argument {name}{jax.tree_util.keystr(path)}: expected arrays "
+                f"or numbers, got {type(leaf).__qualname__}; close over what is none"
+            )
+
+
+def _devices(x: Any) -> list[Any]:
+    return sorted(x.sharding.device_set, key=lambda device: device.id)
 
 
 def check_index(call: str, index: Any) -> None:
@@ -208,4 +244,11 @@ def check_row(call: str, stack: Any, x: Any) -> None:
         raise ValueError(
             f"{call}: argument x: expected shape {stack.shape[1:]}, a row of stack "
             f"{stack.shape}, got {x.shape}"
+        )
+    if _compat.is_tracer(x) or _compat.is_tracer(stack):
+        return
+    if x.sharding.device_set != stack.sharding.device_set:
+        raise ValueError(
+            f"{call}: argument x: expected it on the devices of stack, "
+            f"{_devices(stack)}, got {_devices(x)}; move it with jax.device_put"
         )

@@ -85,8 +85,9 @@ def device_put(tree: Tree, space: Any) -> Tree:
     """Returns `tree` in the memory `space`; stands in for `jax.device_put`.
 
     Args:
-      tree: arrays in host or device memory. What is already in `space` is returned
-        as it is; what is no `jax.Array` is left to `jax.device_put`.
+      tree: arrays in pinned host or device memory. What is already in `space` is
+        returned as it is; what is no `jax.Array`, or in other memory, is left to
+        `jax.device_put`.
       space: `jax.memory.Space.Device` or `jax.memory.Space.Host`.
 
     Returns:
@@ -107,9 +108,10 @@ def device_put(tree: Tree, space: Any) -> Tree:
     move = _to_device if space is DEVICE else _to_host
 
     def put(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
+        found = space_of(x) if isinstance(x, jax.Array) else None
+        if found not in (HOST, DEVICE):
             return jax.device_put(x, space)
-        return x if space_of(x) is space else move(x)
+        return x if found is space else move(x)
 
     return jax.tree.map(put, tree)
 

@@ -20,6 +20,7 @@ from jax_turbobus.offload._checks import (
     check_function,
     check_out,
     check_space,
+    check_values,
 )
 from jax_turbobus.offload._programs import compiled_for
 from jax_turbobus.offload._rows import vary_alike
@@ -149,6 +150,7 @@ def overlap(
       is used.
     """
     check_function("overlap", "compute", compute)
+    check_values("overlap", "args", args)
     for leaf in jax.tree.leaves(fetch):
         check_array("overlap", "fetch", leaf)
         check_space("overlap", "fetch", leaf, HOST)
@@ -163,7 +165,7 @@ def overlap(
                 "overlap: argument out: expected a tree like offload, "
                 f"{expected}, got {found}"
             )
-        jax.tree.map(lambda x, o: check_out("overlap", x, o), offload, out)
+        jax.tree.map(lambda x, o: check_out("overlap", x, o, "offload"), offload, out)
     _ffi.register()
     program = compiled_for(_overlap, compute)
     result, fetched, offloaded = program(args, fetch, offload, out)

@@ -14,6 +14,7 @@ from jax_turbobus.offload._checks import (
     check_function,
     check_space,
     check_stack,
+    check_values,
 )
 from jax_turbobus.offload._overlap import Transfer, beside
 from jax_turbobus.offload._programs import compiled_for
@@ -69,6 +70,7 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
             "scan_layers: argument stack: expected one number of layers, the first "
             f"axis of every leaf; got {lengths}"
         )
+    check_values("scan_layers", "x", x)
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, jax.Array):
             check_space("scan_layers", "x", leaf, DEVICE)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -57,15 +58,23 @@ BAD = [
     ("valid", jnp.ones((4 * T, 1), bool), ValueError, "valid: expected shape [4]"),
     ("valid", jnp.ones(4 * T), TypeError, "bool, got float32"),
     ("num_experts", 10, ValueError, "pad to 12 experts"),
-    ("num_experts", 0, ValueError, "num_experts: expected at least 1, got 0"),
+    (
+        "num_experts",
+        0,
+        ValueError,
+        "num_experts: expected an integer from 1 to 2147483647, got 0",
+    ),
     ("num_experts", 8.0, TypeError, "num_experts: expected a Python integer"),
     ("axis_name", "y", ValueError, "'y' is not an axis of the enclosing"),
     ("axis_name", ("x", "x"), ValueError, "different ones"),
     ("axis_name", (), ValueError, "axis_name"),
-    ("recv_capacity", -1, ValueError, "recv_capacity: expected at least 0, got -1"),
+    ("recv_capacity", -1, ValueError, "recv_capacity: expected an integer from 0"),
     ("recv_capacity", 2.5, TypeError, "recv_capacity"),
-    ("recv_capacity", 2**31, ValueError, "smaller recv_capacity"),
-    ("expert_capacity", 0, ValueError, "expert_capacity: expected at least 1, got 0"),
+    ("recv_capacity", 2**31, ValueError, "recv_capacity: expected an integer from 0"),
+    ("num_experts", 2**33, ValueError, "num_experts: expected an integer from 1"),
+    ("num_experts", True, TypeError, "num_experts: expected a Python integer"),
+    ("expert_capacity", 2**30, ValueError, "smaller recv_capacity"),
+    ("expert_capacity", 0, ValueError, "expert_capacity: expected an integer from 1"),
     ("schedule", "fast", ValueError, "'packed', 'broadcast', 'direct', 'relay'"),
 ]
 
@@ -189,7 +198,9 @@ def test_slots_that_were_tampered_with_do_not_crash():
     assert not grad[0].any()
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+@pytest.mark.parametrize(
+    "seconds", [0, -1, float("nan"), float("inf"), "a", None, True]
+)
 def test_a_timeout_must_be_positive(seconds):
     with pytest.raises(ValueError, match="seconds: expected a positive number"):
         moe.set_exchange_timeout(seconds)
@@ -198,15 +209,20 @@ def test_a_timeout_must_be_positive(seconds):
 @pytest.mark.parametrize(
     ("change", "error", "part"),
     [
-        ({"num_chunks": 0}, ValueError, "num_chunks: expected at least 1, got 0"),
-        ({"num_chunks": 1.5}, TypeError, "num_chunks: expected an integer, got 1.5"),
+        ({"num_chunks": 0}, ValueError, "num_chunks: expected an integer from 1"),
+        ({"num_chunks": 1.5}, TypeError, "num_chunks: expected a Python integer"),
+        ({"num_chunks": True}, TypeError, "num_chunks: expected a Python integer"),
+        ({"expert_fn": None}, TypeError, "expert_fn: expected a function"),
+        ({"expert_fn": lambda r, _: (r, r)}, TypeError, "return an array, one row"),
+        ({"expert_fn": lambda r, _: r[:3]}, ValueError, "hidden] for rows of shape"),
         ({"axis_name": "y"}, ValueError, "'y' is not an axis"),
     ],
 )
 def test_expert_parallel_checks_its_arguments(change, error, part):
     def run(tokens, ids, weights):
         options = {"num_experts": E, "axis_name": "x", **change}
-        return moe.expert_parallel(lambda r, _: r, tokens, ids, weights, **options)
+        expert_fn = options.pop("expert_fn", lambda r, _: r)
+        return moe.expert_parallel(expert_fn, tokens, ids, weights, **options)
 
     args = (
         jnp.ones((4 * T, H)),
@@ -219,3 +235,30 @@ def test_expert_parallel_checks_its_arguments(change, error, part):
             *args,
         )
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokens", "expert_ids", "weights", "valid"])
+def test_lists_are_no_arrays(name):
+    arrays = {
+        "tokens": jnp.ones((T, H)),
+        "expert_ids": jnp.zeros((T, K), jnp.int32),
+        "weights": jnp.ones((T, K)),
+        "valid": jnp.ones(T, bool),
+    }
+    arrays[name] = arrays[name].tolist()
+    with pytest.raises(TypeError, match=f"dispatch: {name}: expected an array, got"):
+        moe.dispatch(**arrays, num_experts=E, axis_name="x")
+
+
+def test_numpy_arrays_are_arrays():
+    def run(_):
+        rows, _, state = moe.dispatch(
+            np.ones((T, H), np.float32),
+            np.zeros((T, K), np.int32),
+            np.ones((T, K), np.float32),
+            num_experts=E,
+            axis_name="x",
+        )
+        return moe.combine(rows, state)
+
+    assert (on_mesh(run, make_mesh())(jnp.zeros(4)) == 2).all()

@@ -93,6 +93,12 @@ def test_bad_arguments_are_refused_when_tracing(change, error, message):
         run(*change(*good()))
 
 
+@pytest.mark.parametrize("groups", ["ab", [0, 1], [[0, 1.5], [2, 3]], 7])
+def test_groups_that_are_no_integers_are_refused_when_tracing(groups):
+    with pytest.raises(TypeError, match="axis_index_groups: expected groups of axis"):
+        run(*good(), axis_index_groups=groups)
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [

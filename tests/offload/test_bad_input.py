@@ -134,6 +134,13 @@ CASES = {
         ValueError,
         ["store", "argument x", "'device'", "'pinned_host'"],
     ),
+    "store: row on another device": (
+        lambda: tb.store(
+            on_host(), 0, jax.device_put(on_device((32,)), jax.devices()[1])
+        ),
+        ValueError,
+        ["store", "argument x", "devices of stack", "jax.device_put"],
+    ),
     "store: row of another shape": (
         lambda: tb.store(on_host(), 0, on_device((16,))),
         ValueError,
@@ -163,6 +170,16 @@ CASES = {
         lambda: tb.overlap(identity, on_device(), fetch="x"),
         TypeError,
         ["argument fetch", "jax.Array", "str"],
+    ),
+    "overlap: out of another shape": (
+        lambda: tb.overlap(identity, 1, offload=on_device(), out=on_host((4, 8))),
+        ValueError,
+        ["argument out", "(16, 32) as offload", "(4, 8)"],
+    ),
+    "overlap: words as arguments": (
+        lambda: tb.overlap(identity, {"a": "word"}, fetch=on_host()),
+        TypeError,
+        ["overlap", "argument args[0]['a']", "arrays or numbers", "str"],
     ),
     "overlap: out of another tree": (
         lambda: tb.overlap(identity, 1, offload=on_device(), out=[on_host()]),
@@ -212,6 +229,11 @@ CASES = {
         lambda: tb.scan_layers(lambda w, x: x, on_host(), on_host()),
         ValueError,
         ["argument x", "'device'", "'pinned_host'"],
+    ),
+    "scan_layers: words as x": (
+        lambda: tb.scan_layers(lambda w, x: x, on_host(), "word"),
+        TypeError,
+        ["scan_layers", "argument x", "arrays or numbers", "str"],
     ),
     "scan_layers: f is no function": (
         lambda: tb.scan_layers(None, on_host(), on_device()),
@@ -270,11 +292,20 @@ def test_a_stack_sharded_between_its_rows_is_refused():
             tb.fetch(stack, 0)
 
 
-def test_a_deleted_array_is_refused_by_jax():
+def test_an_array_that_was_donated_is_refused():
     host = tb.to_host(on_device())
     tb.to_host(on_device(), host)
-    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+    with pytest.raises(ValueError, match=r"argument x: this array .* was donated"):
         tb.to_device(host)
+    with pytest.raises(ValueError, match=r"argument out: this array .* was donated"):
+        tb.to_host(on_device(), host)
+
+
+def test_device_put_takes_other_memory_too():
+    for space, kind in ((HOST, "pinned_host"), (DEVICE, "device")):
+        moved = tb.device_put(unpinned(), space)
+        assert moved.sharding.memory_kind == kind
+        np.testing.assert_array_equal(moved, on_device())
 
 
 def call(target, operands, result, **attributes):

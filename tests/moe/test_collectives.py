@@ -1,0 +1,136 @@
+"""Exchanges in plain JAX collectives: what ours give, where ours cannot run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from moe_mesh import KINDS, integers, make_mesh, on_mesh, routing, scaling_layer
+
+from jax_turbobus import moe
+from jax_turbobus.moe import _devices
+
+T, K, E, H = 10, 3, 8, 160
+CAPACITIES = (
+    {},
+    {"recv_capacity": 17},
+    {"recv_capacity": 0},
+    {"expert_capacity": 5},
+)
+
+
+def inputs(kind="masked", batch=()):
+    ids = [routing(kind, 4, T, K, E, i) for i in range(int(np.prod(batch, dtype=int)))]
+    return (
+        integers((*batch, 4 * T, H), seed=1),
+        jnp.asarray(np.reshape(ids, (*batch, 4 * T, K))),
+        integers((*batch, 4 * T, K), seed=2, most=2),
+        integers((E, H), seed=3, most=2),
+    )
+
+
+def both_ways(monkeypatch, function, *args):
+    """Returns what our exchange makes of the arguments, and what collectives do."""
+    ours = jax.jit(lambda *args: function(*args))(*args)
+    monkeypatch.setattr(_devices, "why_apart", lambda *_: "asked by a test")
+    plain = jax.jit(lambda *args: function(*args))
+    assert "turbobus" not in plain.lower(*args).as_text()
+    return ours, plain(*args)
+
+
+def assert_same(ours, plain):
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("options", CAPACITIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_sizes_and_states_are_the_same(monkeypatch, kind, options):
+    def run(tokens, ids, weights, _):
+        rows, group_sizes, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x", **options
+        )
+        return rows, group_sizes, state, state.overflow[None]
+
+    function = on_mesh(run, make_mesh())
+    assert_same(*both_ways(monkeypatch, function, *inputs(kind)))
+
+
+@pytest.mark.parametrize("options", CAPACITIES)
+@pytest.mark.parametrize("kind", ["masked", "duplicates", "one"])
+def test_layers_and_gradients_are_the_same(monkeypatch, kind, options):
+    layer = on_mesh(scaling_layer(E, **options), make_mesh())
+
+    def function(tokens, ids, weights, scale):
+        grad = jax.grad(lambda x, w, s: (layer(x, ids, w, s) ** 2).sum(), (0, 1, 2))
+        return layer(tokens, ids, weights, scale), grad(tokens, weights, scale)
+
+    assert_same(*both_ways(monkeypatch, function, *inputs(kind)))
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x"), "x"])
+def test_any_axes(monkeypatch, axes):
+    mesh = make_mesh((2, 2), ("x", "y"))
+    layer = jax.shard_map(
+        scaling_layer(E, axes),
+        mesh=mesh,
+        in_specs=(*(P(("x", "y")),) * 3, P(axes)),
+        out_specs=P(("x", "y")),
+    )
+    assert_same(*both_ways(monkeypatch, layer, *inputs()))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int8", "bool"])
+def test_any_dtype(monkeypatch, dtype):
+    tokens, ids, weights, _ = inputs()
+
+    def run(tokens, ids, weights):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x"
+        )
+        return moe.combine(rows if dtype != "bool" else rows + 0.0, state)
+
+    function = on_mesh(run, make_mesh())
+    with jax.enable_x64(dtype == "float64"):
+        args = (tokens.astype(dtype), ids, weights)
+        assert_same(*both_ways(monkeypatch, function, *args))
+
+
+def test_vmap_and_remat(monkeypatch):
+    layer = jax.vmap(
+        jax.checkpoint(scaling_layer(E)), in_axes=(0, 0, 0, None), out_axes=0
+    )
+    mapped = jax.shard_map(
+        layer,
+        mesh=make_mesh(),
+        in_specs=(*(P(None, "x"),) * 3, P("x")),
+        out_specs=P(None, "x"),
+    )
+
+    def function(*args):
+        return jax.value_and_grad(lambda *a: mapped(*a).sum(), (0, 2, 3))(*args)
+
+    assert_same(*both_ways(monkeypatch, function, *inputs(batch=(3,))))
+
+
+def test_nobody_has_tokens(monkeypatch):
+    args = (jnp.ones((0, H)), jnp.zeros((0, K), jnp.int32), jnp.ones((0, K)))
+    layer = on_mesh(scaling_layer(E), make_mesh())
+    scale = jnp.ones((E, H))
+    assert_same(*both_ways(monkeypatch, layer, *args, scale))
+
+
+def test_the_reason_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(_devices, "why_apart", lambda *_: "asked by a test")
+    with caplog.at_level("INFO", "jax_turbobus"):
+        jax.jit(on_mesh(scaling_layer(E), make_mesh())).lower(*inputs())
+    assert "dispatch over 'x': plain JAX collectives: asked by a test" in caplog.text
+    assert "combine over 'x': plain JAX collectives: asked by a test" in caplog.text
+
+
+def test_other_platforms_lower_to_collectives():
+    layer = jax.jit(on_mesh(scaling_layer(E), make_mesh()))
+    lowered = layer.trace(*inputs()).lower(lowering_platforms=("tpu",)).as_text()
+    assert "turbobus" not in lowered
+    assert "reduce_scatter" in lowered
