@@ -3,13 +3,14 @@
 import functools
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 
 import jax
 
 from jax_turbobus import _compat
 
-__all__ = ["check_api_version", "core", "cuda", "register"]
+__all__ = ["check_api_version", "core", "cuda", "register", "set_exchange_timeout"]
 
 
 def check_api_version(library: str, built_against: tuple[int, int]) -> None:
@@ -75,9 +76,22 @@ def cuda() -> ModuleType | None:
     _cuda = importlib.import_module("jax_turbobus._cuda")
     check_api_version("its CUDA library", _cuda.ffi_api_version)
     _register(_cuda, "CUDA")
+    _cuda.set_exchange_timeout(core().exchange_timeout())
     # Imported here: it imports `topology`, which imports this module.
     importlib.import_module("jax_turbobus.gpu").start(_cuda)
     return _cuda
+
+
+def set_exchange_timeout(seconds: float) -> None:
+    """Sets how long ranks of an exchange wait, here and on the GPUs if there are any.
+
+    Args:
+      seconds: positive.
+    """
+    core().set_exchange_timeout(seconds)
+    library = sys.modules.get("jax_turbobus._cuda")
+    if library is not None:
+        library.set_exchange_timeout(seconds)
 
 
 def _register(library: ModuleType, platform: str) -> None:

@@ -1,7 +1,6 @@
 #include "moe/blocking_meeting.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 namespace turbobus::moe {
 namespace {
@@ -13,15 +12,6 @@ constexpr std::chrono::microseconds kSpin{200};
 constexpr size_t kMaxFailed = 1024;
 /// Runs whose positions are remembered. A device has few runs under way.
 constexpr size_t kMaxRuns = 4096;
-
-/// 60 s, or what JAX_TURBOBUS_EXCHANGE_TIMEOUT_S says.
-std::chrono::milliseconds DefaultTimeout() {
-  const char* text = std::getenv("JAX_TURBOBUS_EXCHANGE_TIMEOUT_S");
-  const double seconds = text != nullptr ? std::strtod(text, nullptr) : 0;
-  const bool is_usable = seconds > 0 && seconds < 1e9;
-  return std::chrono::milliseconds(
-      is_usable ? static_cast<int64_t>(seconds * 1000) : 60'000);
-}
 
 std::string MissingRanks(const std::vector<bool>& is_present) {
   std::string ranks;
@@ -36,7 +26,7 @@ std::string MissingRanks(const std::vector<bool>& is_present) {
 }  // namespace
 
 BlockingMeeting& BlockingMeeting::Process() {
-  static auto* const meeting = new BlockingMeeting(DefaultTimeout());
+  static auto* const meeting = new BlockingMeeting(std::chrono::seconds(60));
   return *meeting;
 }
 

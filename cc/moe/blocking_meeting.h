@@ -57,6 +57,7 @@ class BlockingMeeting {
   BlockingMeeting(const BlockingMeeting&) = delete;
   BlockingMeeting& operator=(const BlockingMeeting&) = delete;
 
+  /// The one that GPU handlers use; 60 s unless `set_timeout` says otherwise.
   static BlockingMeeting& Process();
 
   void set_timeout(std::chrono::milliseconds timeout);

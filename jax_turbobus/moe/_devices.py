@@ -1,10 +1,13 @@
 """Where the ranks of an exchange are: the mesh is known when a program is lowered."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ranks_of", "sizes_of", "why_apart"]
+from jax_turbobus import _compat, _ffi
+
+__all__ = ["ranks_of", "sizes_of", "why_apart", "why_not_on_gpus"]
 
 
 def _mesh(ctx: Any) -> Any:
@@ -40,6 +43,26 @@ def why_apart(ctx: Any, axes: tuple[Any, ...] | None) -> str | None:
     if (by_group == by_group[:, :1]).all():
         return None
     return f"its ranks are in {len(np.unique(processes))} processes"
+
+
+def why_not_on_gpus(ctx: Any) -> str | None:
+    """Returns why GPUs cannot write into each other's memory; None if they can.
+
+    Args:
+      ctx: of a lowering inside `jax.shard_map`. If this process has no GPU the program
+        is for another machine, which is taken to be able.
+    """
+    reason = why_apart(ctx, None)
+    if reason is not None or not _compat.has_cuda_devices():
+        return reason
+    library = _ffi.cuda()
+    if library is None:
+        return "the CUDA half of jax_turbobus was not built: there was no nvcc"
+    gpus = sorted({d.local_hardware_id for d in _mesh(ctx).devices.flat})
+    for gpu, peer in itertools.permutations(gpus, 2):
+        if not library.can_access_peer(gpu, peer):
+            return f"GPU {gpu} cannot reach the memory of GPU {peer}"
+    return None
 
 
 def _by_group(x: Any, axis_names: tuple[Any, ...], axes: tuple[Any, ...]) -> Any:

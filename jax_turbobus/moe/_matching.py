@@ -167,7 +167,7 @@ def set_exchange_timeout(seconds: float) -> None:
             "set_exchange_timeout: seconds: expected a positive number, at most"
             f" {_MOST_SECONDS:g}, got {seconds!r}"
         )
-    _ffi.core().set_exchange_timeout(float(seconds))
+    _ffi.set_exchange_timeout(float(seconds))
 
 
 def _read_timeout_variable() -> None:

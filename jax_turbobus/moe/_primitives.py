@@ -96,7 +96,7 @@ def exchange_primitive(
         return lower_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        reason = _devices.why_apart(ctx, None)
+        reason = _devices.why_not_on_gpus(ctx)
         if reason is not None:
             return lower_to_collectives(name, ctx, operands, params, reason)
         ranks = _devices.ranks_of(ctx, params["axes"])

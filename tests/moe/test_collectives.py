@@ -134,3 +134,37 @@ def test_other_platforms_lower_to_collectives():
     lowered = layer.trace(*inputs()).lower(lowering_platforms=("tpu",)).as_text()
     assert "turbobus" not in lowered
     assert "reduce_scatter" in lowered
+
+
+class Library:
+    """Stands in for the CUDA library of a machine with two GPUs."""
+
+    def __init__(self, can_access_peer):
+        self.can_access_peer = can_access_peer
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (None, "was not built"),
+        (Library(lambda gpu, peer: gpu == 0), "GPU 1 cannot reach the memory of GPU 0"),
+        (Library(lambda gpu, peer: True), None),
+    ],
+)
+def test_gpus_need_the_library_and_each_others_memory(monkeypatch, library, reason):
+    monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: True)
+    monkeypatch.setattr(_devices._ffi, "cuda", lambda: library)
+    layer = jax.jit(on_mesh(scaling_layer(E), make_mesh()))
+    lowered = layer.trace(*inputs()).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("turbobus_moe_combine" in lowered) == (reason is None)
+    if reason is not None:
+        assert "reduce_scatter" in lowered
+
+
+def test_the_reason_of_gpus_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: True)
+    monkeypatch.setattr(_devices._ffi, "cuda", lambda: Library(lambda *_: False))
+    layer = jax.jit(on_mesh(scaling_layer(E), make_mesh()))
+    with caplog.at_level("INFO", "jax_turbobus"):
+        layer.trace(*inputs()).lower(lowering_platforms=("cuda",))
+    assert "collectives: GPU 0 cannot reach the memory of GPU 1" in caplog.text

@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -13,6 +15,7 @@
 #include "engine/stream_engine.h"
 #include "ffi/cuda/process_stream_engine.h"
 #include "ffi/cuda/targets.h"
+#include "moe/blocking_meeting.h"
 #include "python/bindings.h"
 #include "transport/cuda/cuda_streams.h"
 #include "transport/cuda/device_guard.h"
@@ -279,6 +282,13 @@ PYBIND11_MODULE(_cuda, module) {
       "relay"_a, "gpu"_a,
       "Whether two GPUs may reach each other's memory "
       "(JAX_TURBOBUS_PEER_ACCESS=0: never).");
+  module.def(
+      "set_exchange_timeout",
+      [](double seconds) {
+        moe::BlockingMeeting::Process().set_timeout(
+            std::chrono::milliseconds(std::llround(std::ceil(seconds * 1e3))));
+      },
+      "seconds"_a, "How long a rank waits for the others of a call.");
   module.def("start", &Start, "paths"_a, "settings"_a,
              "Makes this process's engine over paths (gpu, relay or None, "
              "direction, bytes per second).");
