@@ -2,7 +2,7 @@
 
 Every case is one whole call of an eager transfer, from Python until the result is
 ready, ours and the peers' in alternating rounds. Results are fresh arrays on both
-sides, except for `out=`, which nothing in JAX has.
+sides, except for `out=`, which nothing in JAX has. On GPUs: see `offload_gpu`.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_turbobus as tb
+from jax_turbobus import _compat
+from jax_turbobus.bench import offload_gpu
 from jax_turbobus.bench._report import Row, Timing, alternate
 
 __all__ = ["add_arguments", "run"]
@@ -25,7 +27,10 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how long to measure, and up to which size."""
+    """Adds how long to measure, and up to which size; on GPUs, which cases."""
+    if _compat.has_cuda_devices():
+        offload_gpu.add_arguments(parser)
+        return
     parser.add_argument(
         "--rounds", type=int, default=11, metavar="N", help="measured rounds (11)"
     )
@@ -35,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Returns a row for each size, direction and peer."""
+    """Returns a row for each size, direction and peer; on GPUs, for each case."""
+    if _compat.has_cuda_devices():
+        return offload_gpu.run(args)
     rows = []
     for size in _SMALL:
         rows += _small(size, args.rounds)

@@ -161,8 +161,9 @@ def set_exchange_timeout(seconds: float) -> None:
     Raises:
       ValueError: `seconds` is not a positive number, or more than 1e9.
     """
-    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds <= _MOST_SECONDS:
+    given: Any = seconds
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not is_number or not 0 < given <= _MOST_SECONDS:
         raise ValueError(
             "set_exchange_timeout: seconds: expected a positive number, at most"
             f" {_MOST_SECONDS:g}, got {seconds!r}"
