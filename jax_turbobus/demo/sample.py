@@ -77,6 +77,12 @@ def write(
             texts, np.argmax(logits + temperature * noise, axis=-1), strict=True
         ):
             written.append(int(choice))
-    return [
-        bytes(written[1:]).decode(errors="replace") for written in texts[: len(prompts)]
-    ]
+    return [_printable(bytes(written[1:])) for written in texts[: len(prompts)]]
+
+
+def _printable(text: bytes) -> str:
+    """Returns text in which what a terminal would obey is shown instead."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}"
+        for c in text.decode(errors="replace").expandtabs()
+    )

@@ -285,7 +285,8 @@ def _train(
             took = np.diff([one.seconds for one in recent]) if step.step > 1 else [1.0]
             bar.update(
                 step.step,
-                f"loss {step.loss:.3f}  held out {held_out[-1].loss:.3f}  "
+                f"loss {step.loss:.3f}  held out {held_out[-1].loss:.3f} "
+                f"(step {held_out[-1].step})  "
                 f"{tokens_per_step / np.median(took):,.0f} tokens/s",
             )
     return steps
