@@ -22,6 +22,7 @@ from jax_turbobus import _compat
 from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
 
 __all__ = [
+    "batch_p",
     "buffer_p",
     "d2h",
     "d2h_into_p",
@@ -318,29 +319,61 @@ store_start_p = _define(
 )
 
 
-# A buffer like `x`, split like it. Neither is read: it holds anything.
+# A buffer like `x`, split like it, with the axes `sizes` before those of `x`. Neither
+# is read: it holds anything. `vmap` over `others` alone makes one for each of them.
+
+
+def _buffer_aval(x: Any, *others: Any, sizes: tuple[int, ...]) -> Any:
+    del others
+    spec = (*(None,) * len(sizes), *x.sharding.spec)
+    return x.update(
+        shape=(*sizes, *x.shape),
+        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
+        memory_space=DEVICE,
+    )
+
+
+def _buffer_dims(
+    x: Any, *others: Any, sizes: tuple[int, ...]
+) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    dims = _dims(x)
+    operands = [dims]
+    for n, other in enumerate(others):
+        operands.append(tuple(f"other{n}_{d}" for d in range(other.ndim)))
+    added = tuple(f"added{n}" for n in range(len(sizes)))
+    return operands, (*added, *dims), added
+
+
 buffer_p = _define(
     "turbobus_buffer",
-    _to_device_aval,
-    lambda context, x: _ffi(context, "turbobus_buffer", [x]),
-    _alike,
+    _buffer_aval,
+    lambda context, x, *_, sizes: _ffi(
+        context.replace(avals_in=context.avals_in[:1]), "turbobus_buffer", [x]
+    ),
+    _buffer_dims,
     platform="cpu",
     leads=True,
 )
 _register(
     buffer_p,
-    lambda context, x: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
+    lambda context, *_, sizes: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
         context.replace(avals_in=[])
     ),
-    _alike,
+    _buffer_dims,
     leads=True,
     platform="cuda",
 )
 
 
-def host_buffer_like(x: Any) -> Any:
-    """Returns host memory of the shape, dtype and sharding of `x`, unwritten."""
-    return jax.device_put(buffer_p.bind(x), HOST)
+def host_buffer_like(x: Any, *others: Any) -> Any:
+    """Returns host memory of the shape, dtype and sharding of `x`, unwritten.
+
+    Args:
+      x: an array.
+      others: where `vmap` maps one of these and not `x`, there is one buffer for
+        each member of the batch.
+    """
+    return jax.device_put(buffer_p.bind(x, *others, sizes=()), HOST)
 
 
 @functools.cache
@@ -415,13 +448,37 @@ done_p = _define(
     leads=True,
 )
 
-# The identity, until `vmap` maps the gradient of a row and not the stack that it is
-# for: then the sum over the batch, which is what that stack's gradient is.
+# The gradient of a row of a stack. Under `vmap` it is one gradient for each member of
+# the batch, and it depends on where the batch came in what to do with them if the
+# stack is not mapped:
+#   grad(vmap(f)): `f` was differentiated as a function of a batch that shares a stack.
+#     The gradient is the sum over the batch, to be taken before it goes to the host.
+#   vmap(grad(f)), jacrev(f): each member of the batch asks for a gradient of its own.
+# `batch_p` tells them apart. It is an integer, of no interest, that is mapped over the
+# batches which met it before it was differentiated: those of the first kind.
+
+batch_p: Any = Primitive("turbobus_batch")
+batch_p.def_abstract_eval(
+    lambda x, *_, differentiated: x.update(
+        shape=(),
+        dtype=np.dtype(np.int32),
+        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()),
+        memory_space=DEVICE,
+        weak_type=False,
+    )
+)
+batch_p.def_impl(lambda *_, differentiated: np.int32(0))
+mlir.register_lowering(
+    batch_p,
+    mlir.lower_fun(
+        lambda *_, differentiated: jax.numpy.int32(0), multiple_results=False
+    ),
+)
 
 total_p: Any = Primitive("turbobus_total")
-total_p.def_abstract_eval(lambda grad, stack: grad)
-total_p.def_impl(lambda grad, stack: grad)
-mlir.register_lowering(total_p, lambda context, grad, stack: [grad])
+total_p.def_abstract_eval(lambda grad, stack, batch: grad)
+total_p.def_impl(lambda grad, stack, batch: grad)
+mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
 
 # All of its operands are there before any of its results is: what keeps start,
 # compute and done in this order, and a done in a program that uses only one of

@@ -74,7 +74,7 @@ def _move_batch_dim(primitive: Any) -> Any:
     return batch
 
 
-for _primitive in (p.h2d_p, p.h2d_start_p, p.d2h_p, p.d2h_start_p, p.buffer_p):
+for _primitive in (p.h2d_p, p.h2d_start_p, p.d2h_p, p.d2h_start_p):
     batching.primitive_batchers[_primitive] = _move_batch_dim(_primitive)
 
 
@@ -285,24 +285,68 @@ batching.primitive_batchers[p.tie_p] = lambda args, dims: (
 )
 
 
+# Memory that holds anything yet.
+
+
+def _buffer_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    del tangents
+    buffer = p.buffer_p.bind(*primals, **params)
+    return buffer, _zero_like(buffer)
+
+
+def _buffer_batch(
+    args: Sequence[Any], dims: Sequence[Any], *, sizes: tuple[int, ...]
+) -> tuple[Any, int]:
+    if _is_mapped(dims[0]):
+        return p.buffer_p.bind(*args, sizes=sizes), dims[0] + len(sizes)
+    return p.buffer_p.bind(*args, sizes=(_batch_size(args, dims), *sizes)), 0
+
+
+ad.primitive_jvps[p.buffer_p] = _buffer_jvp
+batching.primitive_batchers[p.buffer_p] = _buffer_batch
+
+# The gradients of a batch that shares a stack.
+
+
+def _batch_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, differentiated: bool
+) -> tuple[Any, Any]:
+    del tangents, differentiated
+    batch = p.batch_p.bind(*primals, differentiated=True)
+    return batch, _zero_like(batch)
+
+
+def _batch_batch(
+    args: Sequence[Any], dims: Sequence[Any], *, differentiated: bool
+) -> tuple[Any, Any]:
+    batch = p.batch_p.bind(*args, differentiated=differentiated)
+    if differentiated:
+        return batch, None
+    return _at(batch, None, _batch_size(args, dims), 0), 0
+
+
+ad.primitive_jvps[p.batch_p] = _batch_jvp
+batching.primitive_batchers[p.batch_p] = _batch_batch
+
+
 def _total_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    grad, stack = args
-    if not _is_mapped(dims[0]):
-        # Every member of the batch has the same; a mapped stack keeps it apart.
-        return grad, None
-    if _is_mapped(dims[1]):
-        return p.total_p.bind(grad, stack), dims[0]
-    return p.total_p.bind(grad.sum(dims[0], dtype=grad.dtype), stack), None
+    grad, stack, batch = args
+    over_grad, over_stack, over_batch = map(_is_mapped, dims)
+    if over_grad and over_batch and not over_stack:
+        return p.total_p.bind(grad.sum(dims[0], dtype=grad.dtype), stack, batch), None
+    return p.total_p.bind(grad, stack, batch), dims[0]
 
 
 def _total_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    grad, stack = primals
-    total = p.total_p.bind(grad, stack)
+    grad, stack, batch = primals
+    total = p.total_p.bind(grad, stack, batch)
     if isinstance(tangents[0], Zero):
         return total, _zero_like(total)
-    return total, p.total_p.bind(tangents[0], stack)
+    return total, p.total_p.bind(tangents[0], stack, batch)
 
 
 ad.primitive_jvps[p.total_p] = _total_jvp
-ad.primitive_transposes[p.total_p] = lambda ct, grad, stack: [ct, None]
+ad.primitive_transposes[p.total_p] = lambda ct, grad, stack, batch: [ct, None, None]
 batching.primitive_batchers[p.total_p] = _total_batch

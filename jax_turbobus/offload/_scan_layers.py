@@ -82,19 +82,21 @@ def _scan_layers(f: Callable[..., Any], stack: Tree, x: Tree) -> Tree:
     step, x, tracers = _close(f, stack, x)
 
     @jax.custom_vjp
-    def run(stack: Tree, x: Tree, closed: list[Any]) -> Tree:
+    def run(stack: Tree, x: Tree, closed: list[Any], batch: Any) -> Tree:
+        del batch
         return _forward(step, stack, x, closed, keep_inputs=False)[0]
 
-    def forward(stack: Tree, x: Tree, closed: list[Any]) -> Any:
+    def forward(stack: Tree, x: Tree, closed: list[Any], batch: Any) -> Any:
         result, inputs = _forward(step, stack, x, closed, keep_inputs=True)
-        return result, (stack, inputs, closed)
+        return result, (stack, inputs, closed, batch)
 
     def backward(residuals: Any, ct: Tree) -> Any:
-        stack, inputs, closed = residuals
-        return _backward(step, stack, inputs, closed, ct)
+        stack, inputs, closed, batch = residuals
+        return (*_backward(step, stack, inputs, closed, batch, ct), None)
 
     run.defvjp(forward, backward)
-    return run(stack, x, tracers)
+    batch = p.batch_p.bind(*jax.tree.leaves((stack, x, tracers)), differentiated=False)
+    return run(stack, x, tracers, batch)
 
 
 def _close(f: Callable[..., Any], stack: Tree, x: Tree) -> tuple[Any, Tree, list[Any]]:
@@ -179,9 +181,18 @@ def _forward(
 
 
 def _backward(
-    step: Callable[..., Any], stack: Tree, inputs: Any, closed: list[Any], ct: Tree
+    step: Callable[..., Any],
+    stack: Tree,
+    inputs: Any,
+    closed: list[Any],
+    batch: Any,
+    ct: Tree,
 ) -> tuple[Tree, Tree, list[Any]]:
-    """Returns the gradients of stack, x and what `step` closes over."""
+    """Returns the gradients of stack, x and what `step` closes over.
+
+    If only `x`, `closed` or `ct` are mapped, and not by the function that was
+    differentiated (`batch` is not mapped), there are as many gradients of stack.
+    """
     leaves, structure = jax.tree.flatten(stack)
     num_layers = leaves[0].shape[0]
     earlier_inputs, last_input = inputs
@@ -191,7 +202,7 @@ def _backward(
     def pull_back(layer: Tree, x: Tree, ct: list[Any]) -> Any:
         row_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
         of_stack = zip(row_grads, inexact, strict=True)
-        row_grads = [p.total_p.bind(grad, leaves[n]) for grad, n in of_stack]
+        row_grads = [p.total_p.bind(grad, leaves[n], batch) for grad, n in of_stack]
         return row_grads, ct, closed_grads
 
     def fetches(i: Any) -> list[Transfer]:
@@ -208,7 +219,8 @@ def _backward(
         (last, last_input, ct),
         fetches(num_layers - 2) if num_layers > 1 else [],
     )
-    grads = [p.host_buffer_like(leaves[n]) for n in inexact]
+    of_stack = zip(row_grads, inexact, strict=True)
+    grads = [p.host_buffer_like(leaves[n], row) for row, n in of_stack]
 
     def body(carry: Any, per_layer: Any) -> Any:
         layer, ct, pending, grads, closed_grads = carry

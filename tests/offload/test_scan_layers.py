@@ -173,6 +173,52 @@ def test_vmap(stacked):
         assert grad.sharding.memory_kind == "pinned_host"
 
 
+def example(scan, stack, x):
+    return jnp.sin(scan(lambda w, x: jnp.tanh(x @ w), stack, x)).sum()
+
+
+def of_batch(f, stack, xs):
+    return jax.vmap(f, (None, 0))(stack, xs).sum()
+
+
+PER_EXAMPLE = {
+    "vmap_grad": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "vmap_vmap_grad": lambda f: jax.vmap(
+        jax.vmap(jax.grad(f), (None, 0)), (None, 1), out_axes=1
+    ),
+    "grad_vmap_vmap": lambda f: jax.grad(
+        lambda s, xs: of_batch(functools.partial(of_batch, f), s, xs)
+    ),
+    "vmap_grad_vmap": lambda f: jax.vmap(
+        jax.grad(functools.partial(of_batch, f)), (None, 0)
+    ),
+    "jacrev": lambda f: jax.jacrev(jax.vmap(jax.vmap(f, (None, 0)), (None, 0))),
+    "grad_of_vmap_value_and_grad": lambda f: jax.grad(
+        lambda s, xs: (
+            jax.vmap(jax.vmap(jax.grad(f, 1), (None, 0)), (None, 0))(0.5 * s, xs) ** 2
+        ).sum(),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "sharded"),
+    [("vmap_grad", True), *((order, False) for order in PER_EXAMPLE)],
+)
+def test_a_batch_is_summed_only_where_it_was_differentiated_as_one(order, sharded):
+    stack, xs = values(3, 8, 8, scale=1 / 3), values(2, 4, 3, 8, seed=9)
+    transform = PER_EXAMPLE[order]
+    host = stack
+    if sharded:
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+        host = jax.device_put(stack, NamedSharding(mesh, P(None, "x")))
+    host = tb.to_host(host)
+    ours = jax.jit(transform(jax.jit(functools.partial(example, tb.scan_layers))))
+    theirs = transform(functools.partial(example, reference))(stack, xs)
+    assert_close(ours(host, xs), theirs)
+
+
 def test_the_derivative_can_be_differentiated():
     stack, x = values(3, WIDTH, WIDTH, scale=1 / 6), values(2, WIDTH, seed=9)
 
