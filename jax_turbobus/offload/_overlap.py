@@ -58,6 +58,7 @@ class Transfer(NamedTuple):
     @classmethod
     def store(cls, stack: Any, index: Any, row: Any) -> "Transfer":
         """Returns the transfer of `row` to row `index` of `stack`."""
+        row = p.laid_like(row, p.row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, index, row)
         return cls(
             p.store_start_p, operands, operands[1:], "turbobus_d2h_done", {"axis": 0}
@@ -74,7 +75,7 @@ class Transfer(NamedTuple):
         if out is None:
             params = p.to_host_params()
             return cls(p.d2h_start_p, (x,), (x,), "turbobus_d2h_done", params)
-        operands = vary_alike(x, out)
+        operands = vary_alike(p.laid_like(x, jax.typeof(out)), out)
         return cls(p.d2h_into_start_p, operands, operands[:1], "turbobus_d2h_done", {})
 
 

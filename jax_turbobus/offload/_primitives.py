@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
@@ -35,6 +36,10 @@ __all__ = [
     "h2d_p",
     "h2d_start_p",
     "host_buffer_like",
+    "laid_like",
+    "place",
+    "place_p",
+    "placed",
     "row_aval",
     "store_p",
     "store_start_p",
@@ -60,6 +65,20 @@ def row_aval(stack: Any, axis: int) -> Any:
     )
 
 
+def laid_like(x: Any, aval: Any) -> Any:
+    """Returns `x` split over the devices as `aval` says.
+
+    Only on meshes with explicit axes is there anything to do: elsewhere XLA reshards
+    what it must.
+    """
+    expected, found = aval.sharding, jax.typeof(x).sharding
+    if expected.mesh.empty or not expected.mesh.are_all_axes_explicit:
+        return x
+    if expected.mesh == found.mesh and expected.spec == found.spec:
+        return x
+    return jax.sharding.reshard(x, expected)
+
+
 def _to_device_aval(x: Any, **_: Any) -> Any:
     return x.update(memory_space=DEVICE)
 
@@ -81,6 +100,18 @@ def _fetch_aval(stack: Any, index: Any, *, axis: int) -> Any:
 def _store_aval(stack: Any, index: Any, row: Any, *, axis: int) -> Any:
     del index, row, axis
     return stack.update(memory_space=HOST, weak_type=False)
+
+
+def _place_aval(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
+    del index
+    spec = list(row.sharding.spec) + [None] * (row.ndim - len(row.sharding.spec))
+    spec.insert(axis, None)
+    return row.update(
+        shape=(*row.shape[:axis], length, *row.shape[axis:]),
+        sharding=row.sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
+        memory_space=HOST,
+        weak_type=False,
+    )
 
 
 def _done_aval(buffer: Any, *read: Any, target: str) -> Any:
@@ -221,6 +252,14 @@ def _store_dims(
     operands, row_dims, whole = _fetch_dims(stack, index, axis=axis)
     del row
     return [*operands, row_dims], operands[0], whole
+
+
+def _place_dims(
+    row: Any, index: Any, *, axis: int, **_: Any
+) -> tuple[list[Dims], Dims, tuple[str, ...]]:
+    del index
+    dims = _dims(row)
+    return [dims, ()], (*dims[:axis], "rows", *dims[axis:]), ("rows",)
 
 
 # Host to device.
@@ -417,6 +456,33 @@ d2h_start_p = _define(
     platform="cpu",
 )
 mlir.register_lowering(d2h_start_p, _into_new_buffer(d2h_into_start_p), platform="cuda")
+
+# A row alone in a stack of zeros in host memory: the tangent or gradient of a stack
+# by one of its rows. It is made on the device and moved.
+
+
+def place(row: Any, index: Any, *, axis: int, length: int) -> Any:
+    """Returns a stack of `length` rows along `axis`, zeros but for one, on the host."""
+    return place_p.bind(row, index, axis=axis, length=length, **to_host_params())
+
+
+def placed(row: Any, index: Any, *, axis: int, length: int) -> Any:
+    """Returns what `place` does, on the device."""
+    is_there = jnp.arange(length, dtype=np.int32) == jnp.clip(index, 0, length - 1)
+    is_there = is_there.reshape(-1, *(1,) * (row.ndim - axis))
+    return jnp.where(is_there, jnp.expand_dims(row, axis), 0).astype(row.dtype)
+
+
+def _place(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
+    return d2h(placed(row, index, axis=axis, length=length))
+
+
+place_p = _define(
+    "turbobus_place",
+    _place_aval,
+    mlir.lower_fun(_place, multiple_results=False),
+    _place_dims,
+)
 
 # The second half of a start: waits, and gives the same buffer, ready. `read` is
 # what the start reads, kept alive until then.

@@ -12,7 +12,7 @@ from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._checks import check_index, check_row, check_stack
 
-__all__ = ["fetch", "row_index", "store", "vary_alike", "vary_over"]
+__all__ = ["fetch", "laid_out", "row_index", "store", "vary_alike", "vary_over"]
 
 Tree = Any
 
@@ -51,7 +51,9 @@ def store(stack: Tree, i: Any, x: Tree) -> Tree:
       stack: as in `fetch`. An eager call donates it; inside `jax.jit` donate the
         argument it comes from, or XLA copies the whole stack first.
       i: as in `fetch`.
-      x: an array `[...]` in device memory, or a tree like `stack` of them.
+      x: an array `[...]` in device memory, or a tree like `stack` of them. One that
+        is split over the devices otherwise than a row of the stack is resharded
+        first, on the devices.
 
     Returns:
       The stack, with memory kind `"pinned_host"`.
@@ -89,8 +91,10 @@ def _store(stack: Any, i: Any, x: Any) -> Any:
     check_row("store", stack, x)
     if any(map(_compat.is_tracer, (stack, i, x))):
         _ffi.register()
+        x = p.laid_like(x, p.row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, row_index(i, stack.shape[0]), x)
         return p.store_p.bind(*operands, axis=0)
+    x = laid_out(x, _row_sharding(stack.sharding, stack.ndim))
     return _compiled_store(stack.sharding)(stack, row_index(i, stack.shape[0]), x)
 
 
@@ -114,6 +118,16 @@ def row_index(i: Any, length: int) -> Any:
     if dtype.kind == "i":
         i = jnp.where(i < 0, i + length, i)
     return jnp.clip(i, 0, length - 1).astype(jnp.int32)
+
+
+def laid_out(x: Any, sharding: Any) -> Any:
+    """Returns a device array split over the same devices as `sharding` says.
+
+    It may be None, or one that is on a single device: then `x` stays as it is.
+    """
+    if not isinstance(sharding, NamedSharding) or x.sharding == sharding:
+        return x
+    return jax.device_put(x, sharding)
 
 
 def vary_alike(*values: Any) -> tuple[Any, ...]:

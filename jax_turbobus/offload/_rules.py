@@ -23,19 +23,6 @@ def _zero_like(value: Any) -> Any:
     return Zero(_compat.tangent_aval(value))
 
 
-def _zeros(aval: Any) -> Any:
-    """Returns zeros of a type, in the memory that it says."""
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    axes = aval.manual_axis_type.varying
-    if axes:
-        zeros = jax.lax.pcast(zeros, tuple(axes), to="varying")
-    return p.d2h(zeros) if aval.memory_space == p.HOST else zeros
-
-
-def _instantiate(tangent: Any) -> Any:
-    return _zeros(tangent.aval) if isinstance(tangent, Zero) else tangent
-
-
 # Copies.
 
 ad.deflinear2(p.h2d_p, lambda ct, x: [p.d2h(ct)])
@@ -106,7 +93,8 @@ def _batch_into(primitive: Any) -> Any:
                 "it out"
             )
         size = _batch_size(args, dims)
-        return primitive.bind(_at(x, dims[0], size, dims[1]), out), dims[1]
+        x = p.laid_like(_at(x, dims[0], size, dims[1]), jax.typeof(out))
+        return primitive.bind(x, out), dims[1]
 
     return batch
 
@@ -135,11 +123,15 @@ def _store_jvp(primitive: Any) -> Any:
     ) -> tuple[Any, Any]:
         stack = primitive.bind(*primals, axis=axis)
         stack_dot, _, row_dot = tangents
-        if isinstance(stack_dot, Zero) and isinstance(row_dot, Zero):
-            return stack, _zero_like(stack)
-        return stack, p.store_p.bind(
-            _instantiate(stack_dot), primals[1], _instantiate(row_dot), axis=axis
-        )
+        _, index, row = primals
+        if isinstance(row_dot, Zero):
+            if isinstance(stack_dot, Zero):
+                return stack, _zero_like(stack)
+            row_dot = jnp.zeros_like(row)
+        if isinstance(stack_dot, Zero):
+            length = stack.shape[axis]
+            return stack, p.place(row_dot, index, axis=axis, length=length)
+        return stack, p.store_p.bind(stack_dot, index, row_dot, axis=axis)
 
     return jvp
 
@@ -154,29 +146,43 @@ def _fetch_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> list[Any]
     aval = stack.aval if ad.is_undefined_primal(stack) else jax.typeof(stack)
     if isinstance(ct, Zero):
         return [Zero(aval), None]
-    stack_ct = _zeros(aval.update(memory_space=p.HOST))
-    return [p.store_p.bind(stack_ct, index, ct, axis=axis), None]
+    return [p.place(ct, index, axis=axis, length=aval.shape[axis]), None]
 
 
 def _store_transpose(
     ct: Any, stack: Any, index: Any, row: Any, *, axis: int
 ) -> list[Any]:
-    results: list[Any] = [None, None, None]
-    for position, operand in ((0, stack), (2, row)):
-        if not ad.is_undefined_primal(operand):
-            continue
-        if isinstance(ct, Zero):
-            results[position] = Zero(operand.aval)
-        elif position == 0:
-            zeros = _zeros(p.row_aval(operand.aval, axis))
-            results[0] = p.store_p.bind(ct, index, zeros, axis=axis)
-        else:
-            results[2] = p.fetch_p.bind(ct, index, axis=axis)
-    return results
+    if isinstance(ct, Zero):
+        operands = (stack, index, row)
+        return [Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    row_ct = p.fetch_p.bind(ct, index, axis=axis)
+    stack_ct = None
+    if ad.is_undefined_primal(stack):
+        stack_ct = p.store_p.bind(ct, index, jnp.zeros_like(row_ct), axis=axis)
+    return [stack_ct, None, row_ct if ad.is_undefined_primal(row) else None]
+
+
+def _place_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    stack = p.place_p.bind(*primals, **params)
+    if isinstance(tangents[0], Zero):
+        return stack, _zero_like(stack)
+    return stack, p.place_p.bind(tangents[0], primals[1], **params)
+
+
+def _place_transpose(
+    ct: Any, row: Any, index: Any, *, axis: int, **_: Any
+) -> list[Any]:
+    if isinstance(ct, Zero):
+        return [Zero(row.aval), None]
+    return [p.fetch_p.bind(ct, index, axis=axis), None]
 
 
 ad.primitive_transposes[p.fetch_p] = _fetch_transpose
 ad.primitive_transposes[p.store_p] = _store_transpose
+ad.primitive_jvps[p.place_p] = _place_jvp
+ad.primitive_transposes[p.place_p] = _place_transpose
 
 
 _MAPPED_INDEX = (
@@ -237,6 +243,7 @@ def _batch_store(primitive: Any) -> Any:
         if not _is_mapped(dims[1]):
             shifted = axis + (dims[0] <= axis)
             row = _at(row, dims[2], size, dims[0] - (dims[0] > shifted))
+            row = p.laid_like(row, p.row_aval(jax.typeof(stack), shifted))
             return primitive.bind(stack, index, row, axis=shifted), dims[0]
         if primitive is not p.store_p:
             raise NotImplementedError(_MAPPED_INDEX)
@@ -245,7 +252,8 @@ def _batch_store(primitive: Any) -> Any:
         rows = _at(row, dims[2], size, 0)
 
         def body(b: Any, stack: Any) -> Any:
-            return p.store_p.bind(stack, index[b], rows[b], axis=0)
+            row = p.laid_like(rows[b], p.row_aval(jax.typeof(stack), 0))
+            return p.store_p.bind(stack, index[b], row, axis=0)
 
         stack = jax.lax.fori_loop(0, size, body, stack)
         return jax.lax.reshape(stack, shape), 0
@@ -253,10 +261,27 @@ def _batch_store(primitive: Any) -> Any:
     return batch
 
 
+def _batch_place(
+    args: Sequence[Any], dims: Sequence[Any], *, axis: int, length: int, **_: Any
+) -> tuple[Any, int]:
+    row, index = args
+    if not _is_mapped(dims[1]):
+        # One row of every stack: the batch dimension stays before or after it.
+        shifted = axis + (dims[0] <= axis)
+        stack = p.place(row, index, axis=shifted, length=length)
+        return stack, dims[0] + (dims[0] > axis)
+    rows = _at(row, dims[0], _batch_size(args, dims), 0)
+    return p.d2h(
+        jax.vmap(lambda *each: p.placed(*each, axis=axis, length=length))(rows, index)
+    ), 0
+
+
 for _primitive in (p.fetch_p, p.fetch_start_p):
     batching.primitive_batchers[_primitive] = _batch_fetch(_primitive)
 for _primitive in (p.store_p, p.store_start_p):
     batching.primitive_batchers[_primitive] = _batch_store(_primitive)
+
+batching.primitive_batchers[p.place_p] = _batch_place
 
 # Second halves and order.
 

@@ -256,3 +256,33 @@ def test_rematerialized():
     ours = jax.jit(jax.grad(functools.partial(loss, layer)))(x)
     plain = functools.partial(loss, lambda x, i: jnp.tanh(x @ stack[i]))
     np.testing.assert_allclose(ours, jax.grad(plain)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_gradients_and_batches_of_them():
+    stack, v = values((3, 16, 32)), values((3, 16, 32), seed=1)
+    host, indices = tb.to_host(stack), jnp.array([2, 0])
+
+    def cubes(fetch, i, stack):
+        return (fetch(stack, i) ** 3).sum()
+
+    def twice(fetch, move, stack):
+        first = jax.grad(functools.partial(cubes, fetch, 1))
+        return jax.grad(lambda s: (move(first(s)) * v).sum())(stack)
+
+    np.testing.assert_allclose(
+        twice(tb.fetch, tb.to_device, host), twice(row, lambda x: x, stack), rtol=1e-5
+    )
+
+    def over_indices(fetch, stack):
+        grad = jax.grad(functools.partial(cubes, fetch), argnums=1)
+        return jax.vmap(grad, in_axes=(0, None))(indices, stack)
+
+    np.testing.assert_allclose(
+        over_indices(tb.fetch, host), over_indices(row, stack), rtol=1e-5
+    )
+    for dim in (0, 2):
+        stacks = jnp.moveaxis(jnp.stack([stack, v]), 0, dim)
+        over = functools.partial(jax.vmap, in_axes=dim, out_axes=dim)
+        ours = over(jax.grad(functools.partial(cubes, tb.fetch, 1)))(tb.to_host(stacks))
+        theirs = over(jax.grad(functools.partial(cubes, row, 1)))(stacks)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
