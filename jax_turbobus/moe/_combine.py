@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jax_turbobus.moe import _exchange, _linear, _matching
 from jax_turbobus.moe._arguments import check_array
+from jax_turbobus.moe._matching import Group
 from jax_turbobus.moe._state import DispatchState
 
 __all__ = ["combine"]
@@ -14,8 +15,9 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
     """Returns, for each token, the weighted sum of its experts' rows.
 
     The weights given to `dispatch` are applied here, once. Sums accumulate in float32
-    (float64 for float64 rows) and are rounded once. Masked choices and dropped rows
-    count as zero; rows that belong to no token are never read, whatever is in them.
+    (float64 for float64 rows) and are rounded once; complex rows are two real ones.
+    Masked choices and dropped rows count as zero; rows that belong to no token are
+    never read, whatever is in them.
 
     Args:
       rows: ``[recv_capacity, hidden]``, or ``[num_local_experts, expert_capacity,
@@ -29,7 +31,8 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
 
     Raises:
       TypeError: `state` is not a `DispatchState`, or `rows` cannot be added up.
-      ValueError: `rows` has another shape than the dispatch's rows.
+      ValueError: `rows` has another shape than the dispatch's rows, or the axis of the
+        dispatch is none here or has another number of ranks.
 
     Transforms:
       jit, shard_map (``check_vma`` too), grad in `rows` and in the state's weights,
@@ -49,21 +52,35 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
             f"combine: rows: expected shape [{expected}, hidden], that of the rows of"
             f" this state's dispatch, got {list(rows.shape)}"
         )
-    real = jnp.issubdtype(rows.dtype, jnp.floating) or (
-        jnp.issubdtype(rows.dtype, jnp.integer)
-    )
-    if not real:
+    if not jnp.issubdtype(rows.dtype, jnp.number):
         raise TypeError(
-            f"combine: rows: expected a floating or integer dtype, got {rows.dtype}"
+            "combine: rows: expected a floating, complex or integer dtype, got"
+            f" {rows.dtype}"
         )
-    rows = rows.reshape(routing.num_rows, rows.shape[-1])
+    _check_ranks(routing.group)
     dtype = rows.dtype
-    if dtype.name not in _exchange.SUMMABLE:
-        rows = rows.astype(jnp.float32)
+    rows = _linear.as_summable(rows.reshape(routing.num_rows, rows.shape[-1]))
     weights = state.weights.astype(_exchange.weight_dtype(rows.dtype))
     rows, weights, expert_ids, slots, group_sizes = _matching.vary_alike(
         routing.group,
         (rows, weights, state.expert_ids, state.slots, state.group_sizes),
     )
     sums = _linear.bring(routing, rows, weights, expert_ids, slots, group_sizes)
-    return sums.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else sums
+    if jnp.issubdtype(dtype, jnp.integer):
+        return sums
+    return _linear.sum_restored(sums, dtype)
+
+
+def _check_ranks(group: Group) -> None:
+    """Refuses a state of other ranks than those that call.
+
+    Raises:
+      ValueError: the group's axis is none here, or has another size.
+    """
+    here = Group.of(group.axis_name, op="combine")
+    if here != group:
+        raise ValueError(
+            f"combine: state: it is of a dispatch over {group.num_ranks} ranks, but"
+            f" axis {group.label} has {here.num_ranks} here; combine under the mesh"
+            " that dispatched"
+        )

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_turbobus import _compat, _ffi
@@ -32,9 +33,12 @@ def why_apart(ctx: Any, axes: tuple[Any, ...] | None) -> str | None:
       axes: mesh axes of the ranks; None: all devices of the mesh must be here.
     """
     mesh = _mesh(ctx)
-    devices = getattr(mesh, "devices", None)  # An abstract mesh has none.
-    if devices is None:
-        return None
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        # Lowered ahead of time, or under a shard_map that maps other axes.
+        if jax.process_count() == 1 and axes is not None:
+            return None
+        return "its mesh is abstract, and does not say where its ranks are"
+    devices = mesh.devices
     processes = np.vectorize(lambda d: d.process_index, otypes=[int])(devices)
     if axes is None:
         by_group = processes.reshape(1, -1)

@@ -117,12 +117,13 @@ def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 mlir.register_lowering(_send_p, _lower_send_cpu, platform="cpu")
 
 
-def _bind(primitive: Any, routing: Routing, *operands: jax.Array) -> Any:
-    keys, rank, data = _matching.meet(routing.group, operands)
+def _bind(
+    primitive: Any, routing: Routing, rank: jax.Array, *operands: jax.Array
+) -> Any:
     return primitive.bind(
-        keys,
+        _matching.keys_of(routing.group, operands),
         rank,
-        *data,
+        *operands,
         axes=routing.group.axes,
         num_rows=routing.num_rows,
         num_local_experts=routing.num_local_experts,
@@ -131,35 +132,41 @@ def _bind(primitive: Any, routing: Routing, *operands: jax.Array) -> Any:
 
 
 def send(
-    routing: Routing, tokens: jax.Array, expert_ids: jax.Array
+    routing: Routing, rank: jax.Array, tokens: jax.Array, expert_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
-    rows, group_sizes, wanted, slots = _bind(_send_p, routing, tokens, expert_ids)
+    rows, group_sizes, wanted, slots = _bind(_send_p, routing, rank, tokens, expert_ids)
     return rows, group_sizes, wanted, slots
 
 
 def send_grad(
-    routing: Routing, row_grads: jax.Array, expert_ids: jax.Array, slots: jax.Array
+    routing: Routing,
+    rank: jax.Array,
+    row_grads: jax.Array,
+    expert_ids: jax.Array,
+    slots: jax.Array,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's row gradients, added up."""
-    (sums,) = _bind(_send_grad_p, routing, row_grads, expert_ids, slots)
+    (sums,) = _bind(_send_grad_p, routing, rank, row_grads, expert_ids, slots)
     return sums  # type: ignore[no-any-return]
 
 
 def bring(
     routing: Routing,
+    rank: jax.Array,
     rows: jax.Array,
     weights: jax.Array,
     expert_ids: jax.Array,
     slots: jax.Array,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's rows, weighted and added up."""
-    (sums,) = _bind(_bring_p, routing, rows, expert_ids, slots, weights)
+    (sums,) = _bind(_bring_p, routing, rank, rows, expert_ids, slots, weights)
     return sums  # type: ignore[no-any-return]
 
 
 def bring_grad(
     routing: Routing,
+    rank: jax.Array,
     sum_grads: jax.Array,
     rows: jax.Array,
     weights: jax.Array,
@@ -171,6 +178,7 @@ def bring_grad(
     row_grads, weight_grads = _bind(
         _bring_grad_p,
         routing,
+        rank,
         sum_grads,
         rows,
         expert_ids,

@@ -8,13 +8,13 @@ data, and data cannot be confused. Rank 0's key names the meeting.
 
 import dataclasses
 import math
-import numbers
 import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_turbobus import _ffi
@@ -24,14 +24,16 @@ __all__ = [
     "AxisName",
     "Group",
     "exchange_timeout",
-    "meet",
+    "keys_of",
+    "rank_of",
     "set_exchange_timeout",
     "vary_alike",
 ]
 
 AxisName = Hashable | tuple[Hashable, ...]
 
-_MOST_SECONDS = 1e9
+# Seconds of a timeout. The core counts milliseconds.
+_LEAST, _MOST = 1e-3, 1e9
 _TIMEOUT_VARIABLE = "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S"
 
 
@@ -66,10 +68,16 @@ class Group:
           op: who asks, for messages.
 
         Raises:
+          TypeError: a list or a set of axes.
           ValueError: outside `jax.shard_map`, unknown or repeated axes, or a mesh of
             which other axes are left to the compiler.
         """
         axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        if any(isinstance(a, list | dict | set | frozenset) for a in axes):
+            raise TypeError(
+                f"{op}: axis_name: expected one mesh axis, or a tuple of different"
+                f" ones, major first, got {axis_name!r}"
+            )
         mesh = jax.sharding.get_abstract_mesh()
         manual = tuple(mesh.manual_axes)
         if not manual:
@@ -100,23 +108,25 @@ class Group:
         return cls(axes=axes, num_ranks=math.prod(sizes[a] for a in axes))
 
 
-def meet(
-    group: Group, operands: Sequence[jax.Array]
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Returns what an exchange primitive is bound to: ``keys, rank, operands``.
+def keys_of(group: Group, operands: Sequence[jax.Array]) -> jax.Array:
+    """Returns ``int32[num_ranks, 4]``: this call's keys of all ranks.
 
     Args:
       group: the ranks that meet.
-      operands: all that the exchange reads.
-
-    Returns:
-      ``keys: int32[num_ranks, 4]``, this call's keys of all ranks; ``rank: int32[]``;
-      and the operands, all of which now vary over the same mesh axes.
+      operands: all that the exchange reads, varying alike.
     """
-    operands = vary_alike(group, operands)
-    keys = _primitives.gather_keys(group.axes, operands)
+    return _primitives.gather_keys(group.axes, operands)
+
+
+def rank_of(group: Group, *, like: jax.Array) -> jax.Array:
+    """Returns ``int32[]``: the rank that runs this.
+
+    Args:
+      group: the ranks that meet.
+      like: an operand of the exchange, which it varies like.
+    """
     rank = jnp.asarray(lax.axis_index(group.axis_name), jnp.int32)
-    return keys, _vary(rank, _varying(keys)), operands
+    return _vary(rank, _varying(like))
 
 
 def vary_alike(group: Group, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -152,35 +162,38 @@ def set_exchange_timeout(seconds: float) -> None:
     """Sets how long a rank waits for the others of its call before all of them fail.
 
     At first it is 60 seconds, or what the environment variable
-    ``JAX_TURBOBUS_EXCHANGE_TIMEOUT_S`` says. It must outlast the longest computation
-    that one rank does while another already waits.
+    ``JAX_TURBOBUS_EXCHANGE_TIMEOUT_S`` says, if that is not empty. It must outlast the
+    longest computation that one rank does while another already waits.
 
     Args:
-      seconds: a positive number; holds for calls that begin from now on.
+      seconds: from 0.001 to 1e9, of a resolution of a millisecond; holds for calls that
+        begin from now on.
 
     Raises:
-      ValueError: `seconds` is not a positive number, or more than 1e9.
+      ValueError: `seconds` is no such number.
     """
-    given: Any = seconds
-    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-    if not is_number or not 0 < given <= _MOST_SECONDS:
+    _ffi.set_exchange_timeout(_check_seconds("set_exchange_timeout", seconds))
+
+
+def _check_seconds(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float | np.number)
+    if not is_number or isinstance(value, bool) or not _LEAST <= value <= _MOST:
         raise ValueError(
-            "set_exchange_timeout: seconds: expected a positive number, at most"
-            f" {_MOST_SECONDS:g}, got {seconds!r}"
+            f"{name}: seconds: expected a positive number, from {_LEAST:g} to"
+            f" {_MOST:g}, got {value!r}"
         )
-    _ffi.set_exchange_timeout(float(seconds))
+    return float(value)
 
 
 def _read_timeout_variable() -> None:
-    text = os.environ.get(_TIMEOUT_VARIABLE)
-    if text is None:
+    text = os.environ.get(_TIMEOUT_VARIABLE, "").strip()
+    if not text:
         return
     try:
-        set_exchange_timeout(float(text))
+        seconds: Any = float(text)
     except ValueError:
-        raise ValueError(
-            f"{_TIMEOUT_VARIABLE}: expected a positive number of seconds, got {text!r}"
-        ) from None
+        seconds = text
+    _ffi.set_exchange_timeout(_check_seconds(_TIMEOUT_VARIABLE, seconds))
 
 
 _read_timeout_variable()

@@ -6,7 +6,7 @@ The checks, and the choice between our exchange and plain JAX collectives.
 import logging
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 from jax_turbobus import _compat
 from jax_turbobus.moe import _matching, _ragged_primitive
 from jax_turbobus.moe import _ragged_reference as reference
+from jax_turbobus.moe._arguments import check_numpy_dtype
 from jax_turbobus.moe._ragged_reference import Groups
 
 __all__ = ["ragged_all_to_all"]
@@ -68,7 +69,8 @@ def ragged_all_to_all(
 
     Raises:
       TypeError: offsets, sizes or groups are not integers, or dtypes differ.
-      ValueError: shapes, lengths or groups that do not fit.
+      ValueError: shapes, lengths or groups that do not fit, or `axis_name` names no
+        axis, or one twice.
       NameError: `axis_name` is not bound here.
 
     Transforms:
@@ -85,6 +87,10 @@ def ragged_all_to_all(
         "output_offsets": output_offsets,
         "recv_sizes": recv_sizes,
     }
+    for name, x in (("operand", operand), ("output", output)):
+        dtype = getattr(x, "dtype", None)
+        if isinstance(dtype, np.dtype):
+            check_numpy_dtype(f"{_OP}: {name}", dtype)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     _check_rows(operand, output)
     table = jnp.stack(_check_fields(fields, num_ranks))
@@ -101,6 +107,15 @@ def ragged_all_to_all(
 
 
 def _axis_size(axes: tuple[Any, ...]) -> int:
+    # To JAX's collectives an integer is an axis of the array.
+    is_name = [
+        isinstance(axis, Hashable) and not isinstance(axis, int) for axis in axes
+    ]
+    if not axes or not all(is_name) or len(set(axes)) != len(axes):
+        raise ValueError(
+            f"{_OP}: axis_name: expected the name of a mesh axis, or a tuple of"
+            f" different ones, got {axes if len(axes) != 1 else axes[0]!r}"
+        )
     try:
         return math.prod(int(lax.axis_size(axis)) for axis in axes)
     except NameError as error:

@@ -90,6 +90,11 @@ def check_arrays(
             " reshape"
         )
     num_tokens = tokens.shape[0]
+    if jnp.issubdtype(tokens.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"{op}: tokens: dtype {tokens.dtype} has no bytes to move; for random keys,"
+            " dispatch jax.random.key_data(keys)"
+        )
     if not _is_movable(tokens.dtype):
         raise TypeError(
             f"{op}: tokens: dtype {tokens.dtype} has elements of less than a byte;"
@@ -204,8 +209,6 @@ def routing_of(
 
 
 def _is_movable(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
     return dtype == jnp.bool_ or _compat.element_bits(dtype) >= _BYTE_BITS
 
 

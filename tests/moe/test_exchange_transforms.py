@@ -342,6 +342,39 @@ def test_ahead_of_time_compilation_and_sharded_arguments():
     assert " all-to-all(" not in text
 
 
+def test_nested_shard_maps_that_map_one_axis_each():
+    """The inner one's mesh is abstract when it is lowered."""
+    args = inputs(4)
+    spec = P("y")
+
+    def outer(*args):
+        inner = jax.shard_map(
+            scaling_layer(E, "y"),
+            in_specs=(spec,) * 4,
+            out_specs=spec,
+            axis_names={"y"},
+        )
+        return inner(*args)
+
+    mapped = jax.shard_map(
+        outer,
+        mesh=make_mesh((2, 2), ("x", "y")),
+        in_specs=(P("x"), P("x"), P("x"), P()),
+        out_specs=P("x"),
+        axis_names={"x"},
+    )
+    # JAX cannot lower the gradient of such a nest, whatever is in it.
+    assert_same(jax.jit(mapped)(*args), dense(*args))
+
+
+def test_lowering_for_an_abstract_mesh():
+    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    traced = jax.jit(on_mesh(scaling_layer(E), mesh)).trace(*inputs(4))
+    text = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "turbobus_moe_dispatch" in text
+    assert "turbobus_moe_combine" in text
+
+
 def test_the_result_varies_over_the_axis_like_any_other():
     def step(tokens, ids, weights, scale):
         y = scaling_layer(E)(tokens, ids, weights, scale)

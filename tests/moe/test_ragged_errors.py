@@ -1,4 +1,4 @@
-"""`ragged_all_to_all` with bad input, absent ranks, and without our handlers."""
+"""`ragged_all_to_all` with bad input, and without our handlers."""
 
 import functools
 import logging
@@ -131,6 +131,9 @@ def test_an_unbound_axis_is_named():
         ragged_all_to_all(operand, output, *fields, axis_name="x")
     with pytest.raises(NameError, match="axis_name='y' is not bound"):
         run(*good(), axis_name="y")
+    for axis_name in ((), 0, ("x", "x"), {"x"}):
+        with pytest.raises(ValueError, match="axis_name: expected the name of a mesh"):
+            run(*good(), axis_name=axis_name)
 
 
 @pytest.mark.parametrize(
