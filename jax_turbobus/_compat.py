@@ -26,6 +26,7 @@ __all__ = [
     "lowers_with_devices",
     "mark_side_effect",
     "partitions_automatically",
+    "physical_aval",
     "tangent_aval",
     "varying_axes",
 ]
@@ -116,6 +117,11 @@ def mark_side_effect(values: Any) -> None:
 
     for value in values if isinstance(values, (list, tuple)) else (values,):
         value.owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+
+
+def physical_aval(aval: Any) -> Any:
+    """Returns the type of an array in a program: of keys, rows of uint32."""
+    return _jax_core.physical_aval(aval)
 
 
 def tangent_aval(value: Any) -> Any:

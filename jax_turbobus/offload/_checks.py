@@ -91,7 +91,23 @@ def check_space(call: str, name: str, x: Any, space: Any) -> None:
     )
     raise ValueError(
         f"{call}: argument {name}: expected memory kind {KINDS[space]!r}, got "
-        f"{kind!r} ({x.dtype}{list(x.shape)}); {_MOVE_THERE[space]}"
+        f"{kind!r} ({x.dtype}{list(x.shape)}); {_way_there(x, space)}"
+    )
+
+
+def _way_there(x: Any, space: Any) -> str:
+    if space is not HOST or not _compat.is_tracer(x):
+        return _MOVE_THERE[space]
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return (
+            "while tracing, JAX's types do not tell of keys that they are on the host: "
+            "move jax.random.key_data(keys) instead, and make keys of it on the device "
+            "with jax.random.wrap_key_data"
+        )
+    return (
+        f"{_MOVE_THERE[space]}. Of an argument of jax.jit, only an array says that it "
+        "is on the host, neither in_shardings nor a jax.ShapeDtypeStruct; lower with "
+        "the array, or with jax.typeof(array) and array.sharding in in_shardings"
     )
 
 

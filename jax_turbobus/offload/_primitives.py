@@ -203,6 +203,11 @@ def _register(
         if not _compat.partitions_automatically(context):
             return emit(context, *operands, **params)
         call = functools.partial(primitive.bind, **params)
+        # Keys have one more dimension in the program than in their type.
+        context = context.replace(
+            avals_in=list(map(_compat.physical_aval, context.avals_in)),
+            avals_out=list(map(_compat.physical_aval, context.avals_out)),
+        )
         mesh = _compat.explicit_mesh(context.avals_in)
         if mesh is not None:
             return lower_in_shard_map(context, call, operands, mesh)

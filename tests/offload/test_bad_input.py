@@ -268,6 +268,27 @@ def test_errors_come_at_trace_time():
         jax.jit(lambda x: tb.to_device(jnp.sin(x))).lower(on_device())
 
 
+def test_arguments_whose_types_do_not_tell_where_they_are():
+    x, keys = on_device(), jax.random.split(jax.random.key(0), 16)
+    host, host_keys = tb.to_host(x), tb.to_host(keys)
+    shape = jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=host.sharding)
+    with pytest.raises(ValueError, match=r"argument x: .* jax\.typeof\(array\)"):
+        jax.jit(tb.to_device).lower(shape)
+    program = jax.jit(tb.to_device, in_shardings=host.sharding)
+    for argument in (host, jax.typeof(host)):
+        compiled = program.lower(argument).compile()
+        np.testing.assert_array_equal(compiled(host), x)
+
+    for call in (lambda s: tb.fetch(s, 1), tb.to_device):
+        with pytest.raises(ValueError, match=r"jax\.random\.key_data\(keys\)"):
+            jax.jit(call)(host_keys)
+    data = tb.to_host(jax.random.key_data(keys))
+    row = jax.jit(lambda s: jax.random.wrap_key_data(tb.fetch(s, 1)))(data)
+    np.testing.assert_array_equal(
+        jax.random.key_data(row), jax.random.key_data(keys[1])
+    )
+
+
 def test_an_out_of_another_sharding_is_refused():
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)

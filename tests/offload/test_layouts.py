@@ -164,3 +164,32 @@ def test_a_batch_of_rows_is_laid_out_as_the_stacks_are(axis_type):
         expected[at] = x
         np.testing.assert_array_equal(stored, expected)
         assert stored.sharding.is_equivalent_to(host.sharding, 4)
+
+
+@pytest.mark.parametrize("axis_type", TYPES)
+@pytest.mark.parametrize("spec", [P(None, "a"), P()], ids=str)
+def test_keys_have_one_dimension_more_in_a_program(axis_type, spec):
+    mesh = make_mesh(axis_type)
+    sharding = NamedSharding(mesh, spec)
+    first, second = (
+        jax.device_put(jax.random.split(jax.random.key(seed), (4, 64)), sharding)
+        for seed in range(2)
+    )
+
+    def assert_same(found, expected):
+        data = jax.random.key_data
+        np.testing.assert_array_equal(data(found), data(expected))
+
+    host = tb.to_host(first)
+    assert host.sharding.is_equivalent_to(sharding.with_memory_kind("pinned_host"), 2)
+    assert_same(tb.to_device(host), first)
+    assert_same(jax.jit(lambda x: tb.to_device(tb.to_host(x)))(first), first)
+    _, fetched, offloaded = tb.overlap(jnp.sin, 1.0, fetch=host, offload=second)
+    assert_same(fetched, first)
+    assert_same(tb.to_device(offloaded), second)
+    row = tb.fetch(host, 2)
+    assert row.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[1:])), 1)
+    assert_same(row, first[2])
+    stored = tb.store(host, 2, second[3])
+    assert_same(tb.to_device(stored)[:3], jnp.stack([*first[:2], second[3]]))
+    assert_same(tb.to_device(tb.to_host(second, stored)), second)
