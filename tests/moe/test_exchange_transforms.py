@@ -368,7 +368,9 @@ def test_nested_shard_maps_that_map_one_axis_each():
 
 
 def test_lowering_for_an_abstract_mesh():
-    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    mesh = jax.sharding.AbstractMesh(
+        (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
     traced = jax.jit(on_mesh(scaling_layer(E), mesh)).trace(*inputs(4))
     text = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "turbobus_moe_dispatch" in text
