@@ -1,6 +1,7 @@
 """What the offload calls refuse, and in which words."""
 
 import functools
+import math
 import numbers
 from typing import Any
 
@@ -55,15 +56,19 @@ def check_array(call: str, name: str, x: Any) -> None:
             f"{type(x).__module__}.{type(x).__qualname__}; "
             "make it one with jax.device_put"
         )
-    if not _compat.is_tracer(x) and x.is_deleted():
-        raise ValueError(
-            f"{call}: argument {name}: this array ({x.dtype}{list(x.shape)}) was "
-            "donated to an earlier call or deleted; use the result of that call"
-        )
+    _check_alive(call, name, x)
     if not _is_movable(x.dtype):
         raise TypeError(
             f"{call}: argument {name}: arrays of {x.dtype} cannot be moved; expected "
             "another numeric or boolean dtype, or keys"
+        )
+
+
+def _check_alive(call: str, name: str, x: Any) -> None:
+    if isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.is_deleted():
+        raise ValueError(
+            f"{call}: argument {name}: this array ({x.dtype}{list(x.shape)}) was "
+            "donated to an earlier call or deleted; use the result of that call"
         )
 
 
@@ -171,6 +176,7 @@ def check_values(call: str, name: str, tree: Any) -> None:
 
     Raises:
       TypeError: a leaf is no array and no number.
+      ValueError: one was donated or deleted.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | numbers.Number):
@@ -178,6 +184,7 @@ def check_values(call: str, name: str, tree: Any) -> None:
                 f"{call}: argument {name}{jax.tree_util.keystr(path)}: expected arrays "
                 f"or numbers, got {type(leaf).__qualname__}; close over what is none"
             )
+        _check_alive(call, name + jax.tree_util.keystr(path), leaf)
 
 
 def _devices(x: Any) -> list[Any]:
@@ -189,7 +196,7 @@ def check_index(call: str, index: Any) -> None:
 
     Raises:
       TypeError: another dtype, or no number at all.
-      ValueError: it has dimensions.
+      ValueError: it has dimensions, or was donated or deleted.
     """
     if isinstance(index, bool) or not hasattr(index, "dtype"):
         if isinstance(index, int) and not isinstance(index, bool):
@@ -208,6 +215,7 @@ def check_index(call: str, index: Any) -> None:
             f"{call}: argument i: expected a scalar, got shape {index.shape}; use "
             "jax.vmap to take several rows"
         )
+    _check_alive(call, "i", index)
 
 
 def check_stack(call: str, stack: Any) -> None:
@@ -225,22 +233,32 @@ def check_stack(call: str, stack: Any) -> None:
             f"{call}: argument stack: expected shape [num_layers, ...] with at least "
             f"one layer, got {stack.shape}"
         )
-    if stack.size // stack.shape[0] * _compat.element_bits(stack.dtype) % 8:
-        raise ValueError(
-            f"{call}: argument stack: a row of {stack.shape[1:]} {stack.dtype} does "
-            "not end on a byte; pad its last dimension"
-        )
+    # While tracing, only a mesh with explicit axes tells how it is split.
     sharding = jax.typeof(stack).sharding
-    spec = tuple(sharding.spec)
-    if not _compat.is_tracer(stack) and isinstance(
-        stack.sharding, jax.sharding.NamedSharding
-    ):
-        spec = tuple(stack.sharding.spec)
+    if not _compat.is_tracer(stack):
+        sharding = stack.sharding
+    spec: tuple[Any, ...] = ()
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = tuple(sharding.spec)
     if spec and spec[0] is not None:
         raise ValueError(
             f"{call}: argument stack: its first axis, the layers, must not be "
             f"sharded, got {jax.sharding.PartitionSpec(*spec)}; shard another axis"
         )
+    row = stack.shape[1:]
+    if not _compat.is_tracer(stack) or sharding.mesh.are_all_axes_explicit:
+        row = _shard_shape(sharding, stack.shape)[1:]
+    if math.prod(row) * _compat.element_bits(stack.dtype) % 8:
+        shard = "" if row == stack.shape[1:] else ", one device's shard of it,"
+        raise ValueError(
+            f"{call}: argument stack: a row of {row} {stack.dtype}{shard} does not "
+            "end on a byte; pad its last dimension, or shard it otherwise"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _shard_shape(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sharding.shard_shape(shape))
 
 
 def check_row(call: str, stack: Any, x: Any) -> None:

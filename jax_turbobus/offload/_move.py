@@ -7,6 +7,7 @@ import jax
 
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._check_together import check_distinct
 from jax_turbobus.offload._checks import (
     DEVICE,
     HOST,
@@ -78,6 +79,7 @@ def to_host(x: Tree, out: Tree | None = None) -> Tree:
         raise ValueError(
             f"to_host: argument out: expected a tree like x, {expected}, got {found}"
         )
+    check_distinct("to_host", "out", out)
     return jax.tree.map(_to_host_into, x, out)
 
 

@@ -13,6 +13,7 @@ import jax
 
 from jax_turbobus import _ffi
 from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
     DEVICE,
     HOST,
@@ -167,6 +168,9 @@ def overlap(
                 f"{expected}, got {found}"
             )
         jax.tree.map(lambda x, o: check_out("overlap", x, o, "offload"), offload, out)
+    check_together(
+        "overlap", {"args": args, "fetch": fetch, "offload": offload, "out": out}
+    )
     _ffi.register()
     program = compiled_for(_overlap, compute)
     result, fetched, offloaded = program(args, fetch, offload, out)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._check_together import check_distinct, check_together
 from jax_turbobus.offload._checks import check_index, check_row, check_stack
 
 __all__ = ["fetch", "laid_out", "row_index", "store", "vary_alike", "vary_over"]
@@ -72,6 +73,7 @@ def store(stack: Tree, i: Any, x: Tree) -> Tree:
         raise ValueError(
             f"store: argument x: expected a tree like stack, {expected}, got {found}"
         )
+    check_distinct("store", "stack", stack)
     return jax.tree.map(lambda leaf, row: _store(leaf, i, row), stack, x)
 
 
@@ -81,6 +83,7 @@ def _fetch(stack: Any, i: Any) -> Any:
     if _compat.is_tracer(stack) or _compat.is_tracer(i):
         _ffi.register()
         return p.fetch_p.bind(*vary_alike(stack, row_index(i, stack.shape[0])), axis=0)
+    check_together("fetch", {"stack": stack, "i": i})
     compiled = _compiled_fetch(_row_sharding(stack.sharding, stack.ndim))
     return compiled(stack, row_index(i, stack.shape[0]))
 
@@ -94,6 +97,7 @@ def _store(stack: Any, i: Any, x: Any) -> Any:
         x = p.laid_like(x, p.row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, row_index(i, stack.shape[0]), x)
         return p.store_p.bind(*operands, axis=0)
+    check_together("store", {"stack": stack, "i": i})
     x = laid_out(x, _row_sharding(stack.sharding, stack.ndim))
     return _compiled_store(stack.sharding)(stack, row_index(i, stack.shape[0]), x)
 

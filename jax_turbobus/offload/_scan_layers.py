@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_turbobus import _ffi
 from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
     DEVICE,
     check_function,
@@ -74,6 +75,7 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
     for leaf in jax.tree.leaves(x):
         if isinstance(leaf, jax.Array):
             check_space("scan_layers", "x", leaf, DEVICE)
+    check_together("scan_layers", {"stack": stack, "x": x})
     _ffi.register()
     return compiled_for(_scan_layers, f)(stack, x)
 
@@ -116,11 +118,14 @@ def _close(f: Callable[..., Any], stack: Tree, x: Tree) -> tuple[Any, Tree, list
     layer = jax.tree.map(lambda s: p.row_aval(jax.typeof(s), 0), stack)
     for _ in range(2):  # the second time, if x must vary over more mesh axes
         in_avals = jax.tree.map(jax.typeof, x)
-        jaxpr, out = jax.make_jaxpr(f, return_shape=True)(layer, in_avals)
-        _check_result(in_avals, out)
-        x = jax.tree.map(
-            _as_result, x, jax.tree.unflatten(_structure(out), jaxpr.out_avals)
-        )
+        try:
+            jaxpr, out = jax.make_jaxpr(f, return_shape=True)(layer, in_avals)
+        except Exception as error:
+            error.add_note(_how_called(layer, in_avals))
+            raise
+        out = jax.tree.unflatten(_structure(out), jaxpr.out_avals)
+        _check_result(layer, in_avals, out)
+        x = jax.tree.map(_as_result, x, out)
         if jax.tree.map(jax.typeof, x) == in_avals:
             break
 
@@ -135,11 +140,18 @@ def _structure(tree: Tree) -> Any:
     return jax.tree.structure(tree)
 
 
-def _check_result(x: Tree, result: Tree) -> None:
+def _how_called(layer: Tree, x: Tree) -> str:
+    def types(tree: Tree) -> Any:
+        return jax.tree.map(lambda aval: aval.str_short(), tree)
+
+    return f"scan_layers calls f(layer, x) with layer {types(layer)} and x {types(x)}"
+
+
+def _check_result(layer: Tree, x: Tree, result: Tree) -> None:
     if _structure(x) != _structure(result):
         raise ValueError(
             "scan_layers: argument f: expected a result with the tree structure of x, "
-            f"{_structure(x)}, got {_structure(result)}"
+            f"{_structure(x)}, got {_structure(result)}; {_how_called(layer, x)}"
         )
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(result), strict=True):
         same_dtype = a.dtype == b.dtype or a.weak_type
@@ -147,7 +159,18 @@ def _check_result(x: Tree, result: Tree) -> None:
             raise ValueError(
                 "scan_layers: argument f: expected a result like x, "
                 f"{a.dtype}{list(a.shape)}, got {b.dtype}{list(b.shape)}; cast or "
-                "reshape what f returns"
+                f"reshape what f returns. {_how_called(layer, x)}"
+            )
+        if b.memory_space is not DEVICE:
+            raise ValueError(
+                "scan_layers: argument f: expected a result in device memory, got "
+                f"{b.str_short()}; move it with to_device, or leave it on the device"
+            )
+        if a.sharding.mesh == b.sharding.mesh and a.sharding != b.sharding:
+            raise ValueError(
+                "scan_layers: argument f: expected a result split like x, "
+                f"{a.sharding.spec}, got {b.sharding.spec}; reshard what f returns, "
+                "or x, with jax.sharding.reshard"
             )
 
 

@@ -32,6 +32,23 @@ def identity(x):
     return x
 
 
+def elsewhere(x):
+    return jax.device_put(x, jax.devices()[1])
+
+
+def deleted(x):
+    x.delete()
+    return x
+
+
+def twice(x):
+    return (x, x)
+
+
+def multiply(layer, x):
+    return x @ layer
+
+
 CASES = {
     # What is called, the error, and what its message must tell.
     "to_device: device memory": (
@@ -128,6 +145,68 @@ CASES = {
         lambda: tb.fetch(on_host((16, 33), jnp.int4), 0),
         ValueError,
         ["argument stack", "(33,) int4", "byte"],
+    ),
+    "fetch: index on another device": (
+        lambda: tb.fetch(on_host(), elsewhere(1)),
+        ValueError,
+        ["fetch", "argument i", "devices of stack", "jax.device_put"],
+    ),
+    "fetch: deleted index": (
+        lambda: tb.fetch(on_host(), deleted(jnp.int32(1))),
+        ValueError,
+        ["fetch", "argument i", "deleted"],
+    ),
+    "store: index on another device": (
+        lambda: tb.store(on_host(), elsewhere(1), on_device((32,))),
+        ValueError,
+        ["store", "argument i", "devices of stack", "jax.device_put"],
+    ),
+    "store: one stack twice": (
+        lambda: tb.store(twice(on_host()), 1, twice(on_device((32,)))),
+        ValueError,
+        ["store", "argument stack[1]", "the same array as stack[0]"],
+    ),
+    "to_host: one out twice": (
+        lambda: tb.to_host((on_device(), on_device()), twice(on_host())),
+        ValueError,
+        ["to_host", "argument out[1]", "the same array as out[0]"],
+    ),
+    "overlap: values on two devices": (
+        lambda: tb.overlap(identity, [elsewhere(on_device())], fetch=on_host()),
+        ValueError,
+        ["overlap", "argument fetch", "devices of args[0][0]", "jax.device_put"],
+    ),
+    "overlap: deleted argument": (
+        lambda: tb.overlap(identity, deleted(on_device()), fetch=on_host()),
+        ValueError,
+        ["overlap", "argument args[0]", "deleted"],
+    ),
+    "scan_layers: x on another device": (
+        lambda: tb.scan_layers(multiply, on_host(), elsewhere(on_device())),
+        ValueError,
+        ["scan_layers", "argument x", "devices of stack", "jax.device_put"],
+    ),
+    "scan_layers: stacks on two devices": (
+        lambda: tb.scan_layers(
+            multiply, [on_host(), tb.to_host(elsewhere(on_device()))], on_device()
+        ),
+        ValueError,
+        ["argument stack[1]", "devices of stack[0]", "jax.device_put"],
+    ),
+    "scan_layers: deleted x": (
+        lambda: tb.scan_layers(multiply, on_host(), {"a": deleted(on_device())}),
+        ValueError,
+        ["scan_layers", "argument x['a']", "deleted"],
+    ),
+    "scan_layers: a result on the host": (
+        lambda: tb.scan_layers(lambda w, x: tb.to_host(x), on_host(), on_device()),
+        ValueError,
+        ["argument f", "device memory", "float32<host>[16,32]", "to_device"],
+    ),
+    "scan_layers: x first, another shape": (
+        lambda: tb.scan_layers(lambda x, w: x + w.sum(), on_host(), on_device((4, 8))),
+        ValueError,
+        ["argument f", "f(layer, x)", "float32[32]", "float32[4,8]"],
     ),
     "store: row on the host": (
         lambda: tb.store(on_host(), 0, on_host((32,))),
@@ -250,6 +329,32 @@ def test_bad_arguments_are_refused_in_words(name):
         call()
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_an_error_of_a_layer_tells_how_it_was_called():
+    stack = {"w": on_host((3, 16, 8))}
+    with pytest.raises(TypeError) as caught:
+        tb.scan_layers(lambda x, layer: x @ layer["w"], stack, on_device((4, 16)))
+    notes = "\n".join(caught.value.__notes__)
+    for part in ("f(layer, x)", "'w': 'float32[16,8]'", "x float32[4,16]"):
+        assert part in notes
+
+
+def test_a_layer_that_splits_its_result_otherwise_is_refused():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(on_device(), NamedSharding(mesh, P()))
+    stack = tb.to_host(x)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="a result split like x"):
+        tb.scan_layers(lambda w, x: jax.sharding.reshard(x, P("x")), stack, x)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_rows_whose_shards_end_within_a_byte_are_refused(axis_type):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    sharding = NamedSharding(mesh, P(None, "x"), memory_kind="pinned_host")
+    stack = jax.device_put(on_device((4, 8, 3), jnp.int4), sharding)
+    with pytest.raises(ValueError, match=r"argument stack: .* \(1, 3\) int4, one dev"):
+        tb.fetch(stack, 0)
 
 
 @pytest.mark.parametrize("name", ["int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"])
