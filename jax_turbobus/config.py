@@ -18,6 +18,7 @@ everything: no engine.
 
 import atexit
 import contextlib
+import math
 import numbers
 import os
 import threading
@@ -272,6 +273,11 @@ def _make_engine(config: Config) -> Any:
     )
 
 
+def _wait_until_idle(engine: Any, deadline: float = math.inf) -> None:
+    while engine.stats()["num_in_flight"] > 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def _install(config: Config) -> None:
     engine = _make_engine(config)
     with _state.lock:
@@ -282,8 +288,9 @@ def _install(config: Config) -> None:
         _ffi.core().set_process_engine(engine)
         old, _state.engine = _state.engine, engine
         _state.config = config
-    # Waits for what is in flight on it, so outside the lock.
-    del old
+    # Outside the lock: others may want it until all is over.
+    if old is not None:
+        _wait_until_idle(old)
 
 
 def configure(
@@ -408,9 +415,7 @@ def _shut_down() -> None:
         engine, path = _state.engine, _state.config.trace_path
     if engine is None:
         return
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    while engine.stats()["num_in_flight"] > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    _wait_until_idle(engine, time.monotonic() + _EXIT_TIMEOUT_S)
     engine.abort("the process is ending")
     if path is not None:
         with contextlib.suppress(OSError):

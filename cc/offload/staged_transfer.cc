@@ -28,7 +28,10 @@ std::shared_ptr<StagedTransfer> StagedTransfer::Start(
     topo::Direction direction, int device, std::vector<Piece> pieces) {
   const std::shared_ptr<StagedTransfer> staged(new StagedTransfer);
   const int64_t size_bytes = TotalBytes(pieces);
-  if (size_bytes == 0 || engine::ProcessEngine() == nullptr) {
+  // Asked for once: were it taken out meanwhile, who copies and who lands would
+  // disagree about the private memory.
+  std::shared_ptr<engine::Engine> engine = engine::ProcessEngine();
+  if (size_bytes == 0 || engine == nullptr) {
     staged->transfer_ = Transfer::CopyNow(std::move(pieces));
     return staged;
   }
@@ -49,8 +52,8 @@ std::shared_ptr<StagedTransfer> StagedTransfer::Start(
     offset += piece.size_bytes;
   }
   CopyDirectly(gather);
-  staged->transfer_ = Transfer::Start(
-      direction, device,
+  staged->transfer_ = Transfer::StartOn(
+      std::move(engine), direction, device,
       {{staging->source.get(), staging->destination.get(), size_bytes}},
       staging);
   return staged;

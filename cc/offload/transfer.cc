@@ -35,25 +35,35 @@ bool IsForTheProgram(const Status& status) {
 std::shared_ptr<Transfer> Transfer::Start(
     topo::Direction direction, int device, std::vector<Piece> pieces,
     std::shared_ptr<const void> keep_alive) {
+  return StartOn(engine::ProcessEngine(), direction, device, std::move(pieces),
+                 std::move(keep_alive));
+}
+
+std::shared_ptr<Transfer> Transfer::StartOn(
+    std::shared_ptr<engine::Engine> engine, topo::Direction direction,
+    int device, std::vector<Piece> pieces,
+    std::shared_ptr<const void> keep_alive) {
   std::erase_if(pieces, [](const Piece& p) { return p.size_bytes == 0; });
-  const std::shared_ptr<engine::Engine> engine = engine::ProcessEngine();
-  if (engine == nullptr || pieces.empty()) return CopyNow(std::move(pieces));
+  if (engine == nullptr || pieces.empty()) {
+    return CopyNow(std::move(pieces), std::move(keep_alive));
+  }
   const std::shared_ptr<Transfer> transfer(
       new Transfer(std::move(pieces), std::move(keep_alive)));
-  transfer->Submit(*engine, direction, device);
+  transfer->Submit(engine, direction, device);
   return transfer;
 }
 
-std::shared_ptr<Transfer> Transfer::CopyNow(std::vector<Piece> pieces) {
+std::shared_ptr<Transfer> Transfer::CopyNow(
+    std::vector<Piece> pieces, std::shared_ptr<const void> keep_alive) {
   const std::shared_ptr<Transfer> transfer(
-      new Transfer(std::move(pieces), nullptr));
+      new Transfer(std::move(pieces), std::move(keep_alive)));
   CopyDirectly(transfer->pieces_);
   transfer->Finish(OkStatus());
   return transfer;
 }
 
-void Transfer::Submit(engine::Engine& engine, topo::Direction direction,
-                      int device) {
+void Transfer::Submit(const std::shared_ptr<engine::Engine>& engine,
+                      topo::Direction direction, int device) {
   {
     const std::lock_guard lock(mutex_);
     num_pending_ = pieces_.size();
@@ -65,10 +75,13 @@ void Transfer::Submit(engine::Engine& engine, topo::Direction direction,
     request.src = piece.src;
     request.dst = piece.dst;
     request.size_bytes = piece.size_bytes;
-    request.done = [self = shared_from_this()](const Status& status) {
+    // The engine goes with its last request, on a thread of its own that may
+    // wait for it to drain: the thread that started the transfer may not, the
+    // programs that the engine would wait for can wait for that thread.
+    request.done = [self = shared_from_this(), engine](const Status& status) {
       self->PieceDone(status);
     };
-    const auto submitted = engine.Submit(std::move(request));
+    const auto submitted = engine->Submit(std::move(request));
     if (!submitted.ok()) PieceDone(submitted.status());
   }
 }

@@ -41,8 +41,19 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
       topo::Direction direction, int device, std::vector<Piece> pieces,
       std::shared_ptr<const void> keep_alive = nullptr);
 
+  /// As above, over `engine`, or by memcpy if it is null. The process's engine
+  /// may be taken out at any moment: whoever must know which one a transfer
+  /// uses asks for it once and hands it in. It lives until the transfer is
+  /// over.
+  static std::shared_ptr<Transfer> StartOn(
+      std::shared_ptr<engine::Engine> engine, topo::Direction direction,
+      int device, std::vector<Piece> pieces,
+      std::shared_ptr<const void> keep_alive = nullptr);
+
   /// Moves `pieces` by memcpy, whether there is an engine or not.
-  static std::shared_ptr<Transfer> CopyNow(std::vector<Piece> pieces);
+  static std::shared_ptr<Transfer> CopyNow(
+      std::vector<Piece> pieces,
+      std::shared_ptr<const void> keep_alive = nullptr);
 
   /// How it ended, or nothing while it is in flight.
   std::optional<Status> outcome() const;
@@ -59,7 +70,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Transfer(std::vector<Piece> pieces, std::shared_ptr<const void> keep_alive)
       : pieces_(std::move(pieces)), keep_alive_(std::move(keep_alive)) {}
 
-  void Submit(engine::Engine& engine, topo::Direction direction, int device);
+  void Submit(const std::shared_ptr<engine::Engine>& engine,
+              topo::Direction direction, int device);
   void PieceDone(const Status& status);
   void Finish(const Status& status);
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -100,6 +101,17 @@ TEST(Transfer, CallsBackAtOnceWhenItIsOver) {
   bool called = false;
   transfer->OnDone([&](const Status& status) { called = status.ok(); });
   EXPECT_TRUE(called);
+}
+
+TEST(Transfer, KeepsMemoryAliveWithoutAnEngineToo) {
+  const auto owner = std::make_shared<const std::vector<char>>(Bytes(64));
+  std::vector<char> to(64);
+  const std::weak_ptr<const std::vector<char>> alive = owner;
+  auto transfer = Transfer::StartOn(nullptr, Direction::kH2d, 0,
+                                    {Whole(*owner, to)}, owner);
+  EXPECT_EQ(alive.use_count(), 2);
+  transfer.reset();
+  EXPECT_EQ(alive.use_count(), 1);
 }
 
 }  // namespace

@@ -145,6 +145,44 @@ def test_the_engine_can_be_changed_while_transfers_run():
     assert not failures
 
 
+def test_the_engine_can_be_taken_out_while_a_fetch_starts():
+    sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    want = np.arange(4 * MIB, dtype=np.float32)
+    x = jax.device_put(want, sharding)
+
+    @jax.jit
+    def f(x, y):
+        y, fetched = jax_turbobus.overlap(lambda y: jnp.sin(y) * 2 + 1, y, fetch=x)[:2]
+        return y.sum(), fetched
+
+    stop = threading.Event()
+
+    def flip():
+        while not stop.is_set():
+            with jax_turbobus.configured(topology="2xh200"):
+                stop.wait(0.005)
+
+    thread = threading.Thread(target=flip)
+    thread.start()
+    try:
+        for _ in range(25):
+            np.testing.assert_array_equal(f(x, jnp.ones(4096))[1], want)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_configure_waits_for_transfers_on_the_old_engine():
+    jax_turbobus.configure(topology="2xh200", emulate=True, rate_scale=1e-4)
+    old = config.engine()
+    source, target = np.ones(MIB, np.uint8), np.zeros(MIB, np.uint8)
+    transfer = old.submit(0, "h2d", source, target)
+    jax_turbobus.configure(enabled=False)
+    assert transfer.is_done
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
