@@ -1,5 +1,7 @@
 #include "moe/exchange.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -250,8 +252,14 @@ class CombineGrad : public Exchange<CombineGradCall> {
   explicit CombineGrad(std::span<const CombineGradCall* const> calls)
       : Exchange(calls),
         size_(config_.row_bytes / SizeOf(calls[0]->element)),
-        scale_and_dot_(ScaleAndDot(calls[0]->element)) {
+        scale_and_dot_(ScaleAndDot(calls[0]->element)),
+        is_written_(shape_.num_ranks * RowsOfRank()) {
     AddTokensAndPadding();
+    for (const Piece& piece : pieces_) {
+      if (piece.kind != Piece::Kind::kPadding) continue;
+      uint8_t* flags = FlagOf(piece.rank, RowIndex(piece.batch, 0));
+      std::fill(flags + piece.begin, flags + piece.end, 1);
+    }
   }
 
   void Run(int64_t index) override {
@@ -266,13 +274,13 @@ class CombineGrad : public Exchange<CombineGradCall> {
   }
 
   void Finish() override {
+    ZeroRowsOfNobody();
     count_.Log("combine_grad", /*is_to_experts=*/true, sizeof(Weight));
   }
 
  private:
   /// Writes the gradients of a token's rows and of its weights.
-  void Spread(const CombineGradCall& call, const Piece& piece,
-              int64_t t) const {
+  void Spread(const CombineGradCall& call, const Piece& piece, int64_t t) {
     const int64_t first = FirstChoice(piece, t);
     const int32_t* choices = call.expert_ids + first;
     const auto* weights = static_cast<const Weight*>(call.weights) + first;
@@ -294,14 +302,39 @@ class CombineGrad : public Exchange<CombineGradCall> {
       }
       const CombineGradCall& owner = OwnerOf(choices[j]);
       const int64_t row = RowIndex(piece.batch, call.slots[first + j]);
+      std::atomic_ref(*FlagOf(shape_.rank_of(choices[j]), row))
+          .store(1, std::memory_order_relaxed);
       grads[j] = static_cast<Weight>(
           scale_and_dot_(in, At(owner.rows, row, config_.row_bytes), weight,
                          size_, At(owner.row_grads, row, config_.row_bytes)));
     }
   }
 
+  /// Rows that a caller's changes left to no slot, though they count as kept.
+  void ZeroRowsOfNobody() {
+    const uint8_t* const begin = is_written_.data();
+    const uint8_t* const end = begin + is_written_.size();
+    for (const uint8_t* flag = begin; flag < end; ++flag) {
+      flag = static_cast<const uint8_t*>(std::memchr(flag, 0, end - flag));
+      if (flag == nullptr) return;
+      const int64_t rank = (flag - begin) / RowsOfRank();
+      std::memset(At(calls_[rank]->row_grads, (flag - begin) % RowsOfRank(),
+                     config_.row_bytes),
+                  0, config_.row_bytes);
+    }
+  }
+
+  int64_t RowsOfRank() const {
+    return config_.num_batches * shape_.recv_capacity;
+  }
+  uint8_t* FlagOf(int rank, int64_t row) {
+    return is_written_.data() + rank * RowsOfRank() + row;
+  }
+
   const int64_t size_;
   const ScaleAndDotFn scale_and_dot_;
+  // [num_ranks, B, recv_capacity]: rows of gradients that somebody writes.
+  std::vector<uint8_t> is_written_;
 };
 
 }  // namespace

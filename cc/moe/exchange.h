@@ -19,7 +19,8 @@
 //
 // A slot s32[num_tokens, top_k] holds the row of a choice in the result of its
 // expert's rank, or kNoRow. Slots are data that a caller may have changed:
-// those that point outside a result count as kNoRow.
+// those that point outside a result count as kNoRow, and every element of every
+// result is written whatever they say.
 
 namespace turbobus::moe {
 

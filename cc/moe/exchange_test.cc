@@ -8,6 +8,7 @@
 #include <limits>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "moe/together.h"
@@ -118,6 +119,32 @@ struct Layer {
     }
     RunAll(MakeCombine(Pointers(calls)));
   }
+
+  /// The gradients of `Combine(true)`: of the rows, and of the weights.
+  std::pair<std::vector<std::vector<float>>, std::vector<std::vector<float>>>
+  CombineGrad(const std::vector<std::vector<float>>& sum_grads) {
+    auto row_grads = rows;
+    auto weight_grads = weights;
+    for (auto* grads : {&row_grads, &weight_grads}) {
+      for (auto& of_rank : *grads) {
+        std::fill(of_rank.begin(), of_rank.end(), std::nanf(""));
+      }
+    }
+    std::vector<CombineGradCall> calls(config.shape.num_ranks);
+    for (size_t r = 0; r < calls.size(); ++r) {
+      calls[r].config = config;
+      calls[r].sum_grads = sum_grads[r].data();
+      calls[r].rows = rows[r].data();
+      calls[r].expert_ids = ids[r].data();
+      calls[r].slots = slots[r].data();
+      calls[r].weights = weights[r].data();
+      calls[r].group_sizes = group_sizes[r].data();
+      calls[r].row_grads = row_grads[r].data();
+      calls[r].weight_grads = weight_grads[r].data();
+    }
+    RunAll(MakeCombineGrad(Pointers(calls)));
+    return {row_grads, weight_grads};
+  }
 };
 
 ExchangeShape RandomShape(std::mt19937& random) {
@@ -217,26 +244,7 @@ TEST(ExchangeTest, GradientsOfCombineAreItsTranspose) {
     for (auto& of_rank : sum_grads) {
       for (float& x : of_rank) x = static_cast<int>(random() % 7) - 3;
     }
-    auto row_grads = layer.rows;
-    auto weight_grads = layer.weights;
-    for (auto* grads : {&row_grads, &weight_grads}) {
-      for (auto& of_rank : *grads) {
-        std::fill(of_rank.begin(), of_rank.end(), std::nanf(""));
-      }
-    }
-    std::vector<CombineGradCall> calls(shape.num_ranks);
-    for (int r = 0; r < shape.num_ranks; ++r) {
-      calls[r].config = layer.config;
-      calls[r].sum_grads = sum_grads[r].data();
-      calls[r].rows = layer.rows[r].data();
-      calls[r].expert_ids = layer.ids[r].data();
-      calls[r].slots = layer.slots[r].data();
-      calls[r].weights = layer.weights[r].data();
-      calls[r].group_sizes = layer.group_sizes[r].data();
-      calls[r].row_grads = row_grads[r].data();
-      calls[r].weight_grads = weight_grads[r].data();
-    }
-    RunAll(MakeCombineGrad(Pointers(calls)));
+    const auto [row_grads, weight_grads] = layer.CombineGrad(sum_grads);
     // Combine is linear in rows and in weights: <sums, g> is both products.
     double sums = 0;
     double rows = 0;
@@ -353,6 +361,40 @@ TEST(ExchangeTest, SlotsThatPointNowhereCountAsNoRow) {
   layer.slots[0] = {3, -7, std::numeric_limits<int32_t>::max()};
   layer.Combine(/*is_weighted=*/true);
   EXPECT_EQ(layer.sums[0], std::vector<float>(3 * 16, 0.0f));
+}
+
+TEST(ExchangeTest, GradientsOfRowsThatNoSlotNamesAreZero) {
+  std::mt19937 random(12);
+  for (int round = 0; round < 40; ++round) {
+    Layer layer(RandomShape(random), 1 + random() % 40, 1 + random() % 2,
+                random);
+    layer.Dispatch();
+    for (size_t r = 0; r < layer.ids.size(); ++r) {
+      switch (round % 3) {
+        case 0:  // Choices masked after their rows were sent.
+          for (int32_t& id : layer.ids[r]) id = random() % 2 ? id : -1;
+          break;
+        case 1:
+          for (int32_t& slot : layer.slots[r]) slot = random() % 9;
+          break;
+        case 2:
+          for (int32_t& size : layer.group_sizes[r]) size += random() % 5;
+      }
+    }
+    auto sum_grads = layer.tokens;
+    for (auto& of_rank : sum_grads) {
+      std::fill(of_rank.begin(), of_rank.end(), 1.0f);
+    }
+    for (auto& of_rank : layer.rows) {
+      std::fill(of_rank.begin(), of_rank.end(), 1.0f);
+    }
+    const auto [row_grads, weight_grads] = layer.CombineGrad(sum_grads);
+    for (const auto* grads : {&row_grads, &weight_grads}) {
+      for (const auto& of_rank : *grads) {
+        for (float x : of_rank) ASSERT_FALSE(std::isnan(x));
+      }
+    }
+  }
 }
 
 TEST(TrafficTest, ATokenIsCountedOnceForEachRankItGoesTo) {

@@ -200,6 +200,26 @@ def test_slots_that_were_tampered_with_do_not_crash():
     assert not grad[0].any()
 
 
+def test_choices_masked_after_dispatch_leave_zero_gradients():
+    """Their rows count as kept, but no slot names them any more."""
+
+    def layer(tokens, ids, weights, changed):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x"
+        )
+        return moe.combine(rows, dataclasses.replace(state, expert_ids=changed))
+
+    ids = np.arange(4 * T * K, dtype=np.int32).reshape(4 * T, K) % E
+    changed = np.where(ids % 2, -1, ids)
+    mapped = on_mesh(layer, make_mesh())
+    step = jax.jit(jax.grad(lambda x, *a: mapped(x, *a).sum()))
+    args = (jnp.ones((4 * T, H)), ids, jnp.ones((4 * T, K)), changed)
+    for _ in range(3):  # Memory that has been used.
+        junk = [np.full(H * n, 1e30, np.float32) for n in (16, 64, 128, 512)]
+        del junk
+        np.testing.assert_array_equal(step(*args), jnp.ones((4 * T, H)))
+
+
 @pytest.mark.parametrize(
     "seconds", [0, -1, 1e-300, 9e-4, 1.1e9, float("nan"), float("inf"), "a", None, True]
 )

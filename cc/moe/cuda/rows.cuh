@@ -148,7 +148,9 @@ __device__ inline void ZeroRows(uint8_t* rows, int64_t begin, int64_t end,
 }
 
 /// The rows of this rank's result that no token has: behind all of them where
-/// rows are packed, behind each expert's where they are padded.
+/// rows are packed, behind each expert's where they are padded. Sizes that do
+/// not fit are cut, as in moe/plan.h: they are data that a caller may have
+/// changed.
 template <typename Vec>
 __device__ inline void ZeroPadding(const Shape& shape,
                                    const int32_t* group_sizes, uint8_t* rows,
@@ -157,15 +159,16 @@ __device__ inline void ZeroPadding(const Shape& shape,
     for (int expert = 0; expert < shape.num_local_experts; ++expert) {
       const int64_t first =
           static_cast<int64_t>(expert) * shape.expert_capacity;
-      ZeroRows<Vec>(rows, first + group_sizes[expert],
-                    first + shape.expert_capacity, shape.row_bytes, warp,
-                    num_warps);
+      const int64_t kept =
+          min(max(group_sizes[expert], 0), shape.expert_capacity);
+      ZeroRows<Vec>(rows, first + kept, first + shape.expert_capacity,
+                    shape.row_bytes, warp, num_warps);
     }
     return;
   }
   int64_t kept = 0;
   for (int expert = 0; expert < shape.num_local_experts; ++expert) {
-    kept += group_sizes[expert];
+    kept = min(kept + max(group_sizes[expert], 0), shape.num_rows);
   }
   ZeroRows<Vec>(rows, kept, shape.num_rows, shape.row_bytes, warp, num_warps);
 }
