@@ -237,6 +237,20 @@ Outcome D2hDone(int32_t device, RunId run, AnyBuffer buffer,
 /// Memory that a later call fills: nothing to do.
 Outcome Buffer(AnyBuffer, Result) { return OkStatus(); }
 
+/// Says that what it takes has begun: what XLA:CPU orders by.
+Outcome Mark(xla::ffi::RemainingArgs, Result mark) {
+  std::memset(mark->untyped_data(), 0, mark->size_bytes());
+  return OkStatus();
+}
+
+/// Gives `value`, not before `mark`.
+Outcome After(AnyBuffer value, AnyBuffer, Result result) {
+  if (IsShared(value, *result)) return OkStatus();
+  TB_ASSIGN_OR_RETURN(const int64_t size_bytes, SizeBytes(value));
+  offload::CopyDirectly({{Bytes(value), Bytes(*result), size_bytes}});
+  return OkStatus();
+}
+
 /// An operation that XLA counts (jax_turbobus/offload/_primitives.py, `tie_p`).
 Outcome Nop(Result) { return OkStatus(); }
 
@@ -255,6 +269,13 @@ XLA_FFI_DEFINE_HANDLER(kD2hCopy, D2hCopy,
                            .Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kBuffer, Buffer,
                        xla::ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kMark, Mark,
+                       xla::ffi::Ffi::Bind().RemainingArgs().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kAfter, After,
+                       xla::ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()  // value
+                           .Arg<AnyBuffer>()  // mark
+                           .Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kNop, Nop, xla::ffi::Ffi::Bind().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kFetch, Fetch,
                        Bind()
@@ -314,6 +335,8 @@ std::vector<Target> OffloadTargets() {
       {"turbobus_d2h_new", kD2hNew},
       {"turbobus_d2h_new_start", kD2hNewStart},
       {"turbobus_buffer", kBuffer},
+      {"turbobus_mark", kMark},
+      {"turbobus_after", kAfter},
       {"turbobus_nop", kNop},
       {"turbobus_fetch", kFetch},
       {"turbobus_store", kStore},

@@ -96,16 +96,29 @@ def beside(
       Its result, and what the transfers moved.
     """
     in_flight = [t.start.bind(*t.operands, **t.params) for t in transfers]
+    started = _mark(in_flight)
+    args = jax.tree.map(lambda x: _after(x, started), args)
     args, in_flight = _tie(args, in_flight)
     result = compute(*args)
     result, in_flight = _tie(result, in_flight)
+    marks = started + _mark(result) if transfers else []
     moved = [
-        p.done_p.bind(value, *t.read, target=t.done)
+        p.done_p.bind(value, *t.read, *marks, target=t.done, num_marks=len(marks))
         for value, t in zip(in_flight, transfers, strict=True)
     ]
     # Whoever uses one of these keeps the second half of all transfers.
     result, moved = _tie(result, moved)
     return result, moved
+
+
+def _mark(tree: Tree) -> list[Any]:
+    """Returns a mark that the arrays of the tree are there, if it has any."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return [p.mark_p.bind(*vary_alike(*arrays))] if arrays else []
+
+
+def _after(x: Any, marks: list[Any]) -> Any:
+    return p.after_p.bind(x, *marks) if marks and isinstance(x, jax.Array) else x
 
 
 def _tie(*trees: Any) -> Any:

@@ -23,6 +23,7 @@ from jax_turbobus import _compat
 from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
 
 __all__ = [
+    "after_p",
     "batch_p",
     "buffer_p",
     "d2h",
@@ -37,6 +38,7 @@ __all__ = [
     "h2d_start_p",
     "host_buffer_like",
     "laid_like",
+    "mark_p",
     "place",
     "place_p",
     "placed",
@@ -114,9 +116,20 @@ def _place_aval(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> An
     )
 
 
-def _done_aval(buffer: Any, *read: Any, target: str) -> Any:
-    del read, target
+def _done_aval(buffer: Any, *read: Any, target: str, num_marks: int = 0) -> Any:
+    del read, target, num_marks
     return buffer
+
+
+def _scalar_aval(x: Any) -> Any:
+    """Returns the type of an int32 on the devices of `x`."""
+    return x.update(
+        shape=(),
+        dtype=np.dtype(np.int32),
+        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()),
+        memory_space=DEVICE,
+        weak_type=False,
+    )
 
 
 def _dims(aval: Any, skip: int | None = None) -> Dims:
@@ -490,13 +503,13 @@ place_p = _define(
 )
 
 # The second half of a start: waits, and gives the same buffer, ready. `read` is
-# what the start reads, kept alive until then.
+# what the start reads, kept alive until then. The last ones may be marks (see below).
 
 
 def _done_dims(
-    buffer: Any, *read: Any, target: str
+    buffer: Any, *read: Any, target: str, num_marks: int = 0
 ) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    del target
+    del target, num_marks
     dims = _dims(buffer)
     operands = [dims]
     for r, aval in enumerate(read):
@@ -508,15 +521,31 @@ def _done_dims(
     return operands, dims, ()
 
 
+def _emit_done(
+    context: Any, *operands: Any, target: str, num_marks: int = 0
+) -> Sequence[Any]:
+    del num_marks
+    return _ffi(context, target, operands, aliases={0: 0}, has_side_effect=True)
+
+
+def _emit_done_without_marks(
+    context: Any, *operands: Any, target: str, num_marks: int = 0
+) -> Sequence[Any]:
+    num_operands = len(operands) - num_marks
+    context = context.replace(avals_in=context.avals_in[:num_operands])
+    return _emit_done(context, *operands[:num_operands], target=target)
+
+
 done_p = _define(
     "turbobus_done",
     _done_aval,
-    lambda context, *operands, target: _ffi(
-        context, target, operands, aliases={0: 0}, has_side_effect=True
-    ),
+    _emit_done_without_marks,
     _done_dims,
     has_side_effect=True,
     leads=True,
+)
+_register(
+    done_p, _emit_done, _done_dims, has_side_effect=True, leads=True, platform="cpu"
 )
 
 # The gradient of a row of a stack. Under `vmap` it is one gradient for each member of
@@ -529,15 +558,7 @@ done_p = _define(
 # batches which met it before it was differentiated: those of the first kind.
 
 batch_p: Any = Primitive("turbobus_batch")
-batch_p.def_abstract_eval(
-    lambda x, *_, differentiated: x.update(
-        shape=(),
-        dtype=np.dtype(np.int32),
-        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()),
-        memory_space=DEVICE,
-        weak_type=False,
-    )
-)
+batch_p.def_abstract_eval(lambda x, *_, differentiated: _scalar_aval(x))
 batch_p.def_impl(lambda *_, differentiated: np.int32(0))
 mlir.register_lowering(
     batch_p,
@@ -550,6 +571,42 @@ total_p: Any = Primitive("turbobus_total")
 total_p.def_abstract_eval(lambda grad, stack, batch: grad)
 total_p.def_impl(lambda grad, stack, batch: grad)
 mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
+
+# What the ties below say, for XLA:CPU. It drops those before it orders a program and
+# gives out memory: a start might come last, or a done first, and so share memory with
+# the computation, and one would wait for the other. `mark_p` gives a mark that what it
+# takes is there; `after_p` gives `x`, not before the mark. Dones take the marks of all
+# starts, too, or XLA could copy what is in flight for the mark to read. Elsewhere, and
+# where XLA splits the program over devices (it would gather `x`), there are none.
+
+mark_p: Any = Primitive("turbobus_mark")
+mark_p.def_abstract_eval(lambda *values: _scalar_aval(values[0]))
+mark_p.def_impl(lambda *values: np.int32(0))
+_lower_zero = mlir.lower_fun(lambda *_: jax.numpy.int32(0), multiple_results=False)
+
+
+def _lower_mark_cpu(context: Any, *values: Any) -> Any:
+    if _compat.partitions_automatically(context):
+        return _lower_zero(context, *values)
+    return _ffi(context, "turbobus_mark", values)
+
+
+mlir.register_lowering(mark_p, _lower_zero)
+mlir.register_lowering(mark_p, _lower_mark_cpu, platform="cpu")
+
+after_p: Any = Primitive("turbobus_after")
+after_p.def_abstract_eval(lambda x, mark: x)
+after_p.def_impl(lambda x, mark: x)
+
+
+def _lower_after_cpu(context: Any, x: Any, mark: Any) -> Any:
+    if _compat.partitions_automatically(context):
+        return [x]
+    return _ffi(context, "turbobus_after", [x, mark], aliases={0: 0})
+
+
+mlir.register_lowering(after_p, lambda context, x, mark: [x])
+mlir.register_lowering(after_p, _lower_after_cpu, platform="cpu")
 
 # All of its operands are there before any of its results is: what keeps start,
 # compute and done in this order, and a done in a program that uses only one of

@@ -287,19 +287,26 @@ batching.primitive_batchers[p.place_p] = _batch_place
 
 
 def _done_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, target: str
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-    return p.done_p.bind(*primals, target=target), tangents[0]
+    return p.done_p.bind(*primals, **params), tangents[0]
 
 
-def _done_batch(
-    args: Sequence[Any], dims: Sequence[Any], *, target: str
-) -> tuple[Any, Any]:
-    return p.done_p.bind(*args, target=target), dims[0]
+def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    del tangents
+    mark = p.mark_p.bind(*primals)
+    return mark, _zero_like(mark)
 
 
 ad.primitive_jvps[p.done_p] = _done_jvp
-batching.primitive_batchers[p.done_p] = _done_batch
+batching.primitive_batchers[p.done_p] = _move_batch_dim(p.done_p)
+ad.primitive_jvps[p.mark_p] = _mark_jvp
+batching.primitive_batchers[p.mark_p] = lambda args, dims: (p.mark_p.bind(*args), None)
+ad.primitive_jvps[p.after_p] = lambda primals, tangents: (
+    p.after_p.bind(*primals),
+    tangents[0],
+)
+batching.primitive_batchers[p.after_p] = _move_batch_dim(p.after_p)
 ad.primitive_jvps[p.tie_p] = lambda primals, tangents: (
     p.tie_p.bind(*primals),
     list(tangents),

@@ -55,6 +55,11 @@ def assert_done_with_what_was_started(hlo):
             assert '_start"' in definitions[name], f"{definitions[name]} is no start"
 
 
+def first_matmul(text):
+    found = [text.find(word) for word in ("gemm", "dot(", "cublas")]
+    return min(position for position in found if position >= 0)
+
+
 def test_to_device_reads_host_memory(cuda):
     hlo = cuda.compile(lambda h: tb.to_device(h) + 1, cuda.host((N, N)))
     assert hlo.counts() == {"turbobus_h2d_copy": 1}
@@ -214,11 +219,7 @@ def test_overlap_starts_computes_and_ends_in_this_order(cuda):
     }
     assert "is_scheduled=true" in hlo
     entry = hlo[hlo.index("\nENTRY") :]
-    first_dot = min(
-        position
-        for word in ("gemm", "dot(", "cublas")
-        if (position := entry.find(word)) >= 0
-    )
+    first_dot = first_matmul(entry)
     for direction in ("h2d", "d2h"):
         assert entry.index(f'"turbobus_{direction}_start"') < first_dot
         assert first_dot < entry.index(f'"turbobus_{direction}_done"')
@@ -297,6 +298,11 @@ def test_scan_layers(cuda, num_devices):
         assert_host_operand(hlo, *hlo.calls(target), 0)
     assert_done_with_what_was_started(hlo)
     assert not hlo.host_copies()
+    (body,) = [b for b in hlo.split("\n}") if '"turbobus_fetch_start"' in b]
+    start, done = (
+        body.index(f'"turbobus_{half}"') for half in ("fetch_start", "h2d_done")
+    )
+    assert start < first_matmul(body) < done
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -311,26 +310,59 @@ def test_second_call_with_other_shapes():
         assert_close(tb.scan_layers(f, tb.to_host(stack), x), reference(f, stack, x))
 
 
-def test_each_row_is_fetched_once_forward_and_the_transfers_overlap():
-    """On emulated links: the bytes that moved, and that the time is the longer one."""
+def sends(w, x):
+    """A layer that is at work where no core is: on the links' other direction."""
+    return jnp.tanh(tb.to_device(tb.to_host(x)) @ w)
+
+
+def test_each_row_is_fetched_once_forward_and_beside_a_layer():
+    """On emulated links: the bytes that moved, and which of them at the same time."""
     num_layers, width = 6, 256
     stack = values(num_layers, width, width, scale=1 / 16)  # 256 KiB a layer
-    host, x = tb.to_host(stack), values(8, width, seed=9)
-    run = jax.jit(
-        functools.partial(
-            tb.scan_layers, lambda w, x: jnp.tanh(tb.to_device(tb.to_host(x)) @ w)
+    host, x = tb.to_host(stack), values(width, width, seed=9)
+    run = jax.jit(functools.partial(tb.scan_layers, sends))
+    # 256 KiB take 20 ms.
+    scale = (256 << 10) / 0.02 / 55e9
+    with tb.configured(topology="2xh200", pooled=False, emulate=True, rate_scale=scale):
+        result = run(host, x)
+        assert_close(result, reference(lambda w, x: jnp.tanh(x @ w), stack, x))
+        stats = tb.stats()
+    assert stats.num_completed_bytes == 3 * stack.nbytes
+    fetches, sent = [], []
+    for one in stats.recent_transfers:
+        (sent if one.direction == "d2h" else fetches).append(one)
+    # Each layer sends x first of all, while the next layer comes in.
+    num_beside = sum(
+        any(
+            f.submitted_ns < s.ended_ns and s.submitted_ns < f.ended_ns for f in fetches
         )
+        for s in sent
     )
-    with tb.configured(topology="2xh200", pooled=False, emulate=True, rate_scale=1e-4):
-        before = tb.stats().num_completed_bytes
-        np.testing.assert_allclose(
-            run(host, x),
-            reference(lambda w, x: jnp.tanh(x @ w), stack, x),
-            rtol=1e-4,
-            atol=1e-5,
+    assert len(sent) == num_layers
+    assert num_beside == num_layers - 1
+
+
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "backward"])
+def test_the_loop_starts_computes_and_ends_in_this_order(differentiated):
+    """As XLA:CPU orders it and gives out memory: what its concurrency rests on."""
+    host, x = tb.to_host(values(4, WIDTH, WIDTH)), values(8, WIDTH, seed=9)
+
+    def run(stack, x):
+        return tb.scan_layers(sends, stack, x).sum()
+
+    run = jax.grad(run, argnums=(0, 1)) if differentiated else run
+    hlo = jax.jit(run).lower(host, x).compile().as_text()
+    assert "is_scheduled=true" in hlo
+    bodies = [
+        body
+        for body in hlo[: hlo.index("\nENTRY")].split("\n}")
+        if '_start"' in body and '_done"' in body
+    ]
+    assert len(bodies) == 1 + differentiated
+    for body in bodies:
+        start, compute, done = (
+            [match.start() for match in re.finditer(target, body)]
+            for target in ('_start"', 'turbobus_d2h_new"', '_done"')
         )
-        moved = tb.stats().num_completed_bytes - before
-        start = time.perf_counter()
-        jax.block_until_ready(run(host, x))
-        assert time.perf_counter() - start > 0
-    assert moved == stack.nbytes + 2 * num_layers * x.nbytes
+        assert max(start) < min(compute)
+        assert max(compute) < min(done)
