@@ -37,7 +37,7 @@ def there_and_back(tokens, ids, weights):
 @pytest.mark.slow
 def test_sixteen_identical_exchanges_among_collectives():
     """Each call carries its number; a wrong pair would bring another one back."""
-    num_ranks, num_calls, num_runs = 8, 16, 60
+    num_ranks, num_calls, num_runs = 8, 16, 1000
 
     def step(tokens, ids, weights):
         wrong, sums = 0.0, 0.0
