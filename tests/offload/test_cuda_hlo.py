@@ -386,6 +386,26 @@ def test_inside_shard_map(cuda):
     assert not hlo.host_copies()
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_gradient_of_a_sharded_stack_is_one_shard_each(cuda, axis_type):
+    # Its cotangent is an argument: a mesh with explicit axes has no devices here
+    # to make one on.
+    def gradient(stack, ct):
+        return jax.vjp(lambda s: tb.fetch(s, 1), stack)[1](ct)[0]
+
+    hlo = cuda.compile(
+        gradient,
+        cuda.host((4, N, N), spec=P(None, "x")),
+        cuda.device((N, N), spec=P("x")),
+        num_devices=2,
+        axis_type=axis_type,
+    )
+    assert hlo.counts() == {"AllocateBuffer": 1, "turbobus_d2h_copy": 1}
+    assert f"f32[4,{N},{N}]" not in hlo
+    assert f"f32[4,{N // 2},{N}]" in hlo
+    assert not hlo.host_copies()
+
+
 def test_packed_elements(cuda):
     hlo = cuda.compile(
         lambda h: tb.to_host(tb.to_device(h)), cuda.host((N, N), jnp.int4)

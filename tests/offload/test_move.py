@@ -311,8 +311,8 @@ def test_vmap(axis):
 def test_scan_carries_and_emits_host_arrays():
     x, host = values(), tb.to_host(values(seed=1))
 
-    # The host array comes first: JAX gives a donated argument to the first result
-    # of its shape, whatever the memory (docs/offload.md, "Sharp bits").
+    # The host array comes first: JAX gives the first donated argument to the first
+    # result of its shape, whatever the memory (docs/offload.md, "Sharp bits").
     def body(carry, i):
         host, x = carry
         fetched = tb.to_device(host)
