@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jax_turbobus import _trace_format, config, gpu
 
@@ -186,8 +186,15 @@ def trace(path: str | os.PathLike[str]) -> int:
       The number of blocks and transfers written.
 
     Raises:
+      TypeError: `path` is not a path.
       ValueError: nothing is recorded: `configure` was not told to.
+      OSError: the file cannot be written.
     """
+    given: object = path  # whatever the annotation says
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"path: expected the path of a file to write, got {given!r}")
+    if "\0" in os.fsdecode(path):
+        raise ValueError(f"path: expected the path of a file to write, got {given!r}")
     engine = config.engine()
     is_traced = engine is not None and config.current().trace_events
     if engine is None and (gpus := gpu.engine()) is not None:
@@ -197,6 +204,15 @@ def trace(path: str | os.PathLike[str]) -> int:
             "trace: nothing is recorded; call jax_turbobus.configure(trace=True, ...) "
             "or set JAX_TURBOBUS_TRACE=1 first"
         )
+    return write_trace(engine, path)
+
+
+def write_trace(engine: Any, path: str | os.PathLike[str]) -> int:
+    """Writes what an engine has recorded, as `trace` does.
+
+    Returns:
+      The number of blocks and transfers written.
+    """
     events = engine.trace()
     lanes = [lane["name"] for lane in engine.stats()["lanes"]]
     with open(path, "w", encoding="utf-8") as file:

@@ -242,6 +242,8 @@ class PyEngine {
     return engine_.engine;
   }
 
+  bool is_held() const { return engine_.engine.use_count() > 1; }
+
   std::unique_ptr<PyTransfer> Submit(int gpu, const std::string& direction,
                                      const py::buffer& src,
                                      const py::buffer& dst, int numa_node) {
@@ -339,6 +341,9 @@ void BindEngine(py::module_& module) {
            "Starts a transfer between two contiguous buffers of one size.")
       .def("abort", &PyEngine::Abort, py::arg("reason"))
       .def("stats", &PyEngine::GetStats)
+      .def_property_readonly(
+          "is_held", &PyEngine::is_held,
+          "Whether transfers, or the process, hold the engine as well.")
       .def("trace",
            [](const PyEngine& engine) {
              return ToList(engine.engine()->Trace());

@@ -116,6 +116,67 @@ def test_configured_restores_what_was_before():
     assert jax_turbobus.stats().is_enabled
     with jax_turbobus.configured(enabled=False):
         assert not jax_turbobus.stats().is_enabled
+    with pytest.raises(TypeError, match=r"expected arguments of configure .*got speed"):
+        jax_turbobus.configured(enabled=False, speed=1).__enter__()
+
+
+def num_transfers(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    return sum(event.get("cat") == "transfer" for event in events)
+
+
+def test_configured_puts_the_same_engine_back_and_writes_its_own_trace(tmp_path):
+    outer, inner = tmp_path / "outer.json", tmp_path / "inner.json"
+    jax_turbobus.configure(topology="2xh200", trace=outer, block_bytes=MIB)
+    to_device_under_jit(MIB)
+    engine = config.engine()
+    with jax_turbobus.configured(topology="2xh200", trace=inner, block_bytes=4 * MIB):
+        to_device_under_jit(MIB)
+        with jax_turbobus.configured(enabled=False):
+            to_device_under_jit(MIB)
+        assert jax_turbobus.stats().num_completed == 1
+        assert not inner.exists()
+    assert num_transfers(inner) == 1
+    assert config.engine() is engine
+    to_device_under_jit(MIB)
+    assert jax_turbobus.stats().num_completed == 2
+    assert not outer.exists()
+    jax_turbobus.configure(enabled=False)
+    assert num_transfers(outer) == 2
+
+
+def test_a_trace_that_cannot_be_written_is_warned_about(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    jax_turbobus.configure(topology="2xh200", trace=folder / "trace.json")
+    folder.rmdir()
+    with pytest.warns(RuntimeWarning, match="gone/trace.json' cannot be written: No"):
+        jax_turbobus.configure(enabled=False)
+    assert not config.current().is_enabled
+
+
+def test_a_block_without_an_engine_leaves_the_environment_to_be_applied(tmp_path):
+    outer, never_left = tmp_path / "outer.json", tmp_path / "never_left.json"
+    out, _ = run_python(
+        """
+    import jax_turbobus
+    from jax_turbobus import config
+    with jax_turbobus.configured(enabled=False):
+        pass
+    """
+        + TRANSFER
+        + f"""
+    y.block_until_ready()
+    print(config.current().topology.name, jax_turbobus.stats().num_completed)
+    block = jax_turbobus.configured(topology="2xh200", trace={str(never_left)!r})
+    block.__enter__()
+    jax.jit(jax_turbobus.to_device)(x).block_until_ready()
+    """,
+        JAX_TURBOBUS_TOPOLOGY="2xh200",
+        JAX_TURBOBUS_TRACE=str(outer),
+    )
+    assert out.split() == ["2xh200", "1"]
+    assert num_transfers(outer) == num_transfers(never_left) == 1
 
 
 def test_the_engine_can_be_changed_while_transfers_run():
@@ -198,6 +259,7 @@ def test_configure_waits_for_transfers_on_the_old_engine():
         ({"block_bytes": 2**70}, "block_bytes: expected a whole number"),
         ({"chunk_bytes": 2**65}, "chunk_bytes: expected a whole number"),
         ({"rate_scale": -1}, "rate_scale: expected a number from 1e-09 to 1e"),
+        ({"rate_scale": 1e9}, r"rate_scale: .* to 9.95e\+04 for topology 'cpu devi"),
         ({"rate_scale": 1e308}, "rate_scale: expected a number from"),
         ({"rate_scale": 1e-300}, "rate_scale: expected a number from"),
         ({"rate_scale": float("nan")}, "rate_scale: expected a number from"),
@@ -205,6 +267,7 @@ def test_configure_waits_for_transfers_on_the_old_engine():
         ({"trace": 2**40}, "trace: expected a whole number from 0"),
         ({"trace": "/nowhere/at/all.json"}, "trace: expected .* got '/nowhere/at"),
         ({"trace": "/"}, "trace: expected"),
+        ({"trace": "\0"}, "trace: expected"),
     ],
 )
 def test_bad_arguments_name_themselves_and_change_nothing(arguments, message):
@@ -212,6 +275,11 @@ def test_bad_arguments_name_themselves_and_change_nothing(arguments, message):
     with pytest.raises(ValueError, match=message):
         jax_turbobus.configure(**arguments)
     assert config.current() == before
+
+
+def test_the_largest_rate_scale_named_is_one_that_fits():
+    jax_turbobus.configure(rate_scale=9.95e4)
+    assert jax_turbobus.stats().is_enabled
 
 
 TRANSFER = """

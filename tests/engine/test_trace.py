@@ -70,6 +70,15 @@ def test_trace_says_how_to_turn_it_on(tmp_path):
         jax_turbobus.trace(tmp_path / "trace.json")
 
 
+@pytest.mark.parametrize(
+    ("path", "error"), [(1, TypeError), (None, TypeError), ("a\0b", ValueError)]
+)
+def test_only_paths_are_written_to(path, error):
+    jax_turbobus.configure(topology="2xh200", trace=True)
+    with pytest.raises(error, match="path: expected the path of a file"):
+        jax_turbobus.trace(path)
+
+
 def test_a_bounded_trace_keeps_the_newest(tmp_path):
     jax_turbobus.configure(topology="2xh200", block_bytes=4096, trace=10)
     move(MIB)
