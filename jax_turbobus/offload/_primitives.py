@@ -34,6 +34,7 @@ __all__ = [
     "done_p",
     "fetch_p",
     "fetch_start_p",
+    "fetch_tangent_p",
     "h2d_p",
     "h2d_start_p",
     "host_buffer_like",
@@ -296,15 +297,23 @@ h2d_start_p = _define(
     _alike,
     has_side_effect=True,
 )
-fetch_p = _define(
-    "turbobus_fetch",
-    _fetch_aval,
-    lambda context, stack, index, *, axis: _ffi(
-        context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
-    ),
-    _fetch_dims,
-    leads=True,
-)
+
+
+def _define_fetch(name: str) -> Any:
+    return _define(
+        name,
+        _fetch_aval,
+        lambda context, stack, index, *, axis: _ffi(
+            context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
+        ),
+        _fetch_dims,
+        leads=True,
+    )
+
+
+fetch_p = _define_fetch("turbobus_fetch")
+# Of a tangent, in a loop over layers: one that cannot be transposed.
+fetch_tangent_p = _define_fetch("turbobus_fetch_tangent")
 fetch_start_p = _define(
     "turbobus_fetch_start",
     _fetch_aval,

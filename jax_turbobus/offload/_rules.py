@@ -105,14 +105,14 @@ for _primitive in (p.d2h_into_p, p.d2h_into_start_p):
 # Rows. A tangent of a stack is a stack in host memory too.
 
 
-def _fetch_jvp(primitive: Any) -> Any:
+def _fetch_jvp(primitive: Any, tangent_primitive: Any) -> Any:
     def jvp(
         primals: Sequence[Any], tangents: Sequence[Any], *, axis: int
     ) -> tuple[Any, Any]:
         row = primitive.bind(*primals, axis=axis)
         if isinstance(tangents[0], Zero):
             return row, _zero_like(row)
-        return row, p.fetch_p.bind(tangents[0], primals[1], axis=axis)
+        return row, tangent_primitive.bind(tangents[0], primals[1], axis=axis)
 
     return jvp
 
@@ -136,8 +136,12 @@ def _store_jvp(primitive: Any) -> Any:
     return jvp
 
 
-for _primitive in (p.fetch_p, p.fetch_start_p):
-    ad.primitive_jvps[_primitive] = _fetch_jvp(_primitive)
+for _primitive, _tangent_primitive in (
+    (p.fetch_p, p.fetch_p),
+    (p.fetch_start_p, p.fetch_tangent_p),
+    (p.fetch_tangent_p, p.fetch_tangent_p),
+):
+    ad.primitive_jvps[_primitive] = _fetch_jvp(_primitive, _tangent_primitive)
 for _primitive in (p.store_p, p.store_start_p):
     ad.primitive_jvps[_primitive] = _store_jvp(_primitive)
 
@@ -179,7 +183,19 @@ def _place_transpose(
     return [p.fetch_p.bind(ct, index, axis=axis), None]
 
 
+def _fetch_tangent_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> Any:
+    del ct, index, axis
+    raise NotImplementedError(
+        "scan_layers: argument stack: a derivative of scan_layers cannot itself be "
+        "differentiated by stack in reverse mode (JAX adds up what comes out of a loop "
+        f"in device memory); stack is {stack.aval.str_short()}. Differentiate forward "
+        "over reverse, jax.jvp(jax.grad(f), (stack,), (tangent,)), or loop over a "
+        "stack in device memory with jax.lax.scan"
+    )
+
+
 ad.primitive_transposes[p.fetch_p] = _fetch_transpose
+ad.primitive_transposes[p.fetch_tangent_p] = _fetch_tangent_transpose
 ad.primitive_transposes[p.store_p] = _store_transpose
 ad.primitive_jvps[p.place_p] = _place_jvp
 ad.primitive_transposes[p.place_p] = _place_transpose
@@ -276,7 +292,7 @@ def _batch_place(
     ), 0
 
 
-for _primitive in (p.fetch_p, p.fetch_start_p):
+for _primitive in (p.fetch_p, p.fetch_start_p, p.fetch_tangent_p):
     batching.primitive_batchers[_primitive] = _batch_fetch(_primitive)
 for _primitive in (p.store_p, p.store_start_p):
     batching.primitive_batchers[_primitive] = _batch_store(_primitive)
@@ -324,8 +340,8 @@ def _buffer_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     del tangents
-    buffer = p.buffer_p.bind(*primals, **params)
-    return buffer, _zero_like(buffer)
+    # All of the tangent is written, too. A zero would be made on the device.
+    return p.buffer_p.bind(*primals, **params), p.buffer_p.bind(*primals, **params)
 
 
 def _buffer_batch(

@@ -54,7 +54,8 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
 
     Transforms:
       jit, reverse-mode differentiation (the gradient of `stack` is in pinned host
-      memory), vmap, shard_map, checkpoint. Not forward-mode differentiation.
+      memory), vmap, shard_map, checkpoint. Forward-mode differentiation only of a
+      gradient; that in reverse mode by all but `stack`.
 
     Source:
       docs/offload.md, "Layers".

@@ -172,6 +172,46 @@ def test_vmap(stacked):
         assert grad.sharding.memory_kind == "pinned_host"
 
 
+def squared(scan, stack, x):
+    return (scan(lambda w, x: jnp.tanh(x @ w), stack, x) ** 2).sum()
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(0, 0), (0, 1), (1, 0)])
+def test_forward_over_reverse(inner, outer):
+    stack, x = values(3, 8, 8, scale=1 / 3), values(2, 8, seed=9)
+
+    def directional(scan, stack, x, tangent):
+        def gradient(value):
+            operands = (value, x) if outer == 0 else (stack, value)
+            return jax.grad(functools.partial(squared, scan), inner)(*operands)
+
+        return jax.jvp(gradient, ((stack, x)[outer],), (tangent,))[1]
+
+    tangent = (values(3, 8, 8, seed=3), values(2, 8, seed=3))[outer]
+    theirs = directional(reference, stack, x, tangent)
+    moved = tb.to_host(tangent) if outer == 0 else tangent
+    ours = jax.jit(functools.partial(directional, tb.scan_layers))
+    assert_close(ours(tb.to_host(stack), x, moved), theirs)
+
+
+@pytest.mark.parametrize("inner", [0, 1])
+def test_reverse_over_reverse_by_the_stack_is_refused_in_words(inner):
+    def norm(stack, x):
+        grad = jax.grad(functools.partial(squared, tb.scan_layers), inner)(stack, x)
+        return (tb.device_put(grad, jax.memory.Space.Device) ** 2).sum()
+
+    stack, x = tb.to_host(values(3, 8, 8, scale=1 / 3)), values(2, 8, seed=9)
+    with pytest.raises(NotImplementedError, match=r"argument stack: .* forward over"):
+        jax.grad(norm)(stack, x)
+    by_x = jax.grad(norm, 1)(stack, x)  # and by x it is not
+
+    def plain(stack, x):
+        grad = jax.grad(functools.partial(squared, reference), inner)(stack, x)
+        return (grad**2).sum()
+
+    assert_close(by_x, jax.grad(plain, 1)(tb.to_device(stack), x))
+
+
 def example(scan, stack, x):
     return jnp.sin(scan(lambda w, x: jnp.tanh(x @ w), stack, x)).sum()
 
