@@ -1,8 +1,8 @@
 """A machine's GPUs, memories and links, and the paths between them.
 
 A `Topology` comes from a file (`Topology.load`), from this machine
-(`discover`), or from JSON text. It is immutable. docs/topology.md defines the
-file format.
+(`discover`), or from JSON text. It is immutable, and can be copied and pickled.
+docs/topology.md defines the file format.
 
 GPUs, NUMA nodes and links are numbered by their place in the file; GPU i is
 local CUDA device i. Rates are bytes per second, one direction of a link at a
@@ -11,8 +11,10 @@ time; a path's rate is that of its slowest link.
 
 import importlib.resources
 import json
+import numbers
 import os
 import platform
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +41,11 @@ __all__ = [
 ]
 
 Direction = Literal["h2d", "d2h"]
+
+# The core reads no more of a file.
+_MOST_FILE_BYTES = 4 << 20
+_MOST_WHOLE = (1 << 62) - 1
+_MOST_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +195,28 @@ def _direction(core: Any, direction: str) -> Any:
     return core.Direction.H2D if direction == "h2d" else core.Direction.D2H
 
 
+def _whole(name: str, value: Any, least: int, most: int, why: str = "") -> int:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, got {value}{why}")
+    return int(value)
+
+
+def _index(name: str, value: Any, size: int) -> int:
+    return _whole(name, value, 0, size - 1, f"; the topology has {size}")
+
+
+def _read(path: str) -> bytes:
+    # A pipe or a device may have no end, or keep its reader waiting.
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open refuses those
+        raise ValueError("it is not a regular file")
+    with open(path, "rb") as file:
+        return file.read(_MOST_FILE_BYTES + 1)  # the core refuses the one too many
+
+
 class Topology:
     """A machine's GPUs, memories and links, checked, with its paths.
 
@@ -209,11 +238,18 @@ class Topology:
             a slash or a ``.json`` at its end is a path).
 
         Raises:
+          TypeError: it is neither a name nor a path.
           ValueError: there is no such topology, or the file cannot be read or
             contradicts itself; the message names file, line and field, what was
             expected and what came.
         """
-        text = os.fspath(name_or_path)
+        given: object = name_or_path  # whatever the annotation says
+        if not isinstance(given, str | os.PathLike):
+            raise TypeError(
+                "topology: expected the name of a shipped topology or the path of a "
+                f"file, got {given!r}"
+            )
+        text = os.fsdecode(name_or_path)
         is_path = not isinstance(name_or_path, str) or os.sep in text
         if not is_path and not text.endswith(".json"):
             if text not in names():
@@ -223,7 +259,7 @@ class Topology:
                 )
             return cls.from_json(_shipped().joinpath(f"{text}.json").read_bytes(), text)
         try:
-            data = FilePath(text).read_bytes()
+            data = _read(text)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ValueError(
@@ -241,8 +277,16 @@ class Topology:
           source: what error messages call it.
 
         Raises:
+          TypeError: `text` or `source` is no text.
           ValueError: as for `load`.
         """
+        given: tuple[object, object] = (text, source)  # whatever the annotation says
+        if not isinstance(given[0], str | bytes):
+            raise TypeError(
+                f"text: expected the content of a topology file, got {given[0]!r}"
+            )
+        if not isinstance(given[1], str):
+            raise TypeError(f"source: expected a str, got {given[1]!r}")
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         name = source.encode("utf-8", "backslashreplace").decode()
         return cls(_ffi.core().Topology.from_json(data, name))
@@ -254,6 +298,9 @@ class Topology:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the topology to a file for `load`."""
         FilePath(path).write_text(self.to_json(), encoding="utf-8")
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return type(self).from_json, (self.to_json(), self.name)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Topology):
@@ -306,7 +353,7 @@ class Topology:
 
     def has_peer_access(self, a: int, b: int) -> bool:
         """Returns whether two GPUs can read and write each other's memory."""
-        return bool(self.native.has_peer_access(a, b))
+        return bool(self.native.has_peer_access(self._gpu("a", a), self._gpu("b", b)))
 
     def can_relay(self, gpu: int, relay: int) -> bool:
         """Returns whether `relay` may lend its host link to `gpu`.
@@ -315,7 +362,15 @@ class Topology:
 
         Source: TurboBus, "When it works".
         """
-        return bool(self.native.can_relay(gpu, relay))
+        return bool(
+            self.native.can_relay(self._gpu("gpu", gpu), self._gpu("relay", relay))
+        )
+
+    def _gpu(self, name: str, value: Any) -> int:
+        return _index(name, value, len(self.gpus))
+
+    def _node(self, value: Any) -> int:
+        return _index("numa_node", value, len(self.numa_nodes))
 
     def paths(
         self, gpu: int, direction: Direction, numa_node: int | None = None
@@ -328,6 +383,7 @@ class Topology:
           numa_node: where the host memory is; None: the GPU's own node.
 
         Raises:
+          TypeError: an index is no whole number.
           ValueError: an index or the direction does not exist.
         """
         native = self.native_paths(gpu, direction, numa_node)
@@ -350,15 +406,18 @@ class Topology:
     ) -> list[Any]:
         """Returns what `paths` does, as the C++ parts take them."""
         core_direction = _direction(_ffi.core(), direction)
-        return list(self.native.paths(gpu, core_direction, numa_node))
+        node = None if numa_node is None else self._node(numa_node)
+        return list(self.native.paths(self._gpu("gpu", gpu), core_direction, node))
 
     def peer_paths(self, src: int, dst: int) -> list[PeerPath]:
         """Returns every way from `src`'s memory to `dst`'s, best first.
 
         Raises:
+          TypeError: an index is no whole number.
           ValueError: a GPU does not exist, or both are the same.
         """
-        return [PeerPath(**fields) for fields in self.native.peer_paths(src, dst)]
+        ends = self._gpu("src", src), self._gpu("dst", dst)
+        return [PeerPath(**fields) for fields in self.native.peer_paths(*ends)]
 
     def pooled_bandwidth(self, gpu: int, direction: Direction) -> float:
         """Returns what all paths of a GPU carry together, other GPUs idle.
@@ -366,7 +425,9 @@ class Topology:
         In bytes per second.
         """
         core_direction = _direction(_ffi.core(), direction)
-        return float(self.native.pooled_bandwidth(gpu, core_direction))
+        return float(
+            self.native.pooled_bandwidth(self._gpu("gpu", gpu), core_direction)
+        )
 
     def lanes(
         self,
@@ -388,7 +449,8 @@ class Topology:
           `name` and `bandwidth_bytes_per_s`) and `lane_caps` (indices into
           `caps` for each lane).
         """
-        return self.native.lanes(list(numa_nodes), relays, only_binding_caps)
+        nodes = [self._node(node) for node in numa_nodes]
+        return self.native.lanes(nodes, relays, only_binding_caps)
 
 
 @dataclass(frozen=True)
@@ -451,6 +513,29 @@ def names() -> list[str]:
 def path_score(
     bandwidth_bytes_per_s: float, latency_ns: int, size_bytes: int = 1 << 20
 ) -> float:
-    """Returns the bytes a second that one message achieves alone on a path."""
-    score = _ffi.core().path_score(bandwidth_bytes_per_s, latency_ns, size_bytes)
+    """Returns the bytes a second that one message achieves alone on a path.
+
+    Args:
+      bandwidth_bytes_per_s: of the path; above 0, up to 1e15.
+      latency_ns: of the path.
+      size_bytes: of the message.
+
+    Raises:
+      TypeError: one of them is no number.
+      ValueError: one of them is negative, or no rate.
+    """
+    rate: Any = bandwidth_bytes_per_s
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    if not is_number:
+        raise TypeError(f"bandwidth_bytes_per_s: expected a number, got {rate!r}")
+    if not 0 < rate <= _MOST_BYTES_PER_S:
+        raise ValueError(
+            f"bandwidth_bytes_per_s: expected a number above 0 and up to "
+            f"{_MOST_BYTES_PER_S:g}, got {rate!r}"
+        )
+    score = _ffi.core().path_score(
+        float(rate),
+        _whole("latency_ns", latency_ns, 0, _MOST_WHOLE),
+        _whole("size_bytes", size_bytes, 0, _MOST_WHOLE),
+    )
     return float(score)

@@ -1,8 +1,11 @@
 """Files: the shipped ones, what is refused and how, reading back what was written."""
 
+import copy
 import json
 import math
+import os
 import pathlib
+import pickle
 
 import pytest
 from topo_fakes import load, valid
@@ -135,6 +138,63 @@ def test_a_full_file_reads_back_as_itself(tmp_path):
         topology.links,
         topology.link_groups,
     )
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda topology: pickle.loads(pickle.dumps(topology))],
+)
+def test_a_topology_can_be_copied_and_pickled(again):
+    topology = Topology.load("dgx-v100")
+    assert again(topology) == topology
+    assert again(topology).links == topology.links
+
+
+def test_what_has_no_end_is_not_read(tmp_path):
+    for path in ("/dev/zero", tmp_path / "pipe.json"):
+        if path == tmp_path / "pipe.json":
+            os.mkfifo(path)
+        with pytest.raises(ValueError, match="cannot be read: it is not a regular fi"):
+            Topology.load(path)
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(1 << 33)  # sparse: more than there is memory for
+    with pytest.raises(ValueError, match="expected at most 4 MiB, got 4194305 bytes"):
+        Topology.load(large)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: Topology.from_json(5), TypeError, "text: expected the content of"),
+        (lambda t: Topology.from_json("{}", 5), TypeError, "source: expected a str"),
+        (lambda t: Topology.load(5), TypeError, "topology: expected the name of a"),
+        (lambda t: t.paths("0", "h2d"), TypeError, "gpu: expected a whole number, got"),
+        (lambda t: t.paths(1.5, "h2d"), TypeError, "gpu: expected a whole number, got"),
+        (lambda t: t.paths(2**40, "h2d"), ValueError, "gpu: expected 0 to 1, got 1099"),
+        (lambda t: t.paths(0, "h2d", "a"), TypeError, "numa_node: expected a whole"),
+        (lambda t: t.paths(0, "h2d", 9), ValueError, "numa_node: expected 0 to"),
+        (lambda t: t.paths(0, 5), ValueError, "direction: expected 'h2d' or 'd2h'"),
+        (lambda t: t.peer_paths(0, None), TypeError, "dst: expected a whole number"),
+        (lambda t: t.can_relay(0, -1), ValueError, "relay: expected 0 to 1, got -1"),
+        (lambda t: t.has_peer_access("a", 0), TypeError, "a: expected a whole number"),
+        (lambda t: t.pooled_bandwidth({}, "h2d"), TypeError, "gpu: expected a whole"),
+        (lambda t: t.lanes(["0"]), TypeError, "numa_node: expected a whole number"),
+        (lambda t: topology_lib.path_score("a", 1), TypeError, "bandwidth_bytes_per_s"),
+        (
+            lambda t: topology_lib.path_score(math.nan, 1),
+            ValueError,
+            "a number above 0",
+        ),
+        (lambda t: topology_lib.path_score(1e9, -1), ValueError, "latency_ns: expect"),
+        (lambda t: topology_lib.path_score(1, 1.5), TypeError, "latency_ns: expected"),
+        (lambda t: topology_lib.path_score(1, 1, -1), ValueError, "size_bytes: expec"),
+        (lambda t: topology_lib.path_score(1, 1, 1 << 70), ValueError, "size_bytes"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Topology.load("2xh200"))
 
 
 def without(key, *where):
