@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["MOST", "check_array", "check_dtype", "check_integer", "check_numpy_dtype"]
+__all__ = [
+    "MOST",
+    "check_array",
+    "check_dtype",
+    "check_integer",
+    "check_number",
+    "check_numpy_dtype",
+]
 
 # Ids, sizes and places of rows are int32.
 MOST = np.iinfo(np.int32).max
@@ -69,16 +76,39 @@ def check_integer(name: str, value: Any, *, least: int) -> int:
     return number
 
 
+def check_number(name: str, value: Any, *, may_be_zero: bool = False) -> float:
+    """Returns a positive number, at most `MOST`.
+
+    Raises:
+      TypeError: no number.
+      ValueError: out of range.
+    """
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if not is_number or isinstance(value, bool):
+        raise TypeError(
+            f"{name}: expected a number, got {value!r} ({type(value).__name__})"
+        )
+    if not 0 <= value <= MOST or (value == 0 and not may_be_zero):
+        kind = "number from 0 to" if may_be_zero else "positive number of at most"
+        raise ValueError(f"{name}: expected a {kind} {MOST}, got {value!r}")
+    return float(value)
+
+
 def check_dtype(name: str, value: Any) -> Any:
-    """Returns a dtype.
+    """Returns the dtype of JAX arrays of numbers.
 
     Raises:
       TypeError: it is none.
     """
     try:
-        return jnp.dtype(value)
+        if value is None:
+            raise TypeError
+        dtype = jnp.dtype(value)
+        if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.number):
+            raise TypeError
     except TypeError:
         raise TypeError(
             f"{name}: expected a dtype, such as 'bfloat16' or jnp.float32, got"
             f" {value!r}"
         ) from None
+    return dtype

@@ -7,9 +7,8 @@ from typing import Any
 import numpy.typing as npt
 
 from jax_turbobus.moe._traffic import Traffic
-from jax_turbobus.moe._volume import Volume, volume
+from jax_turbobus.moe._volume import TopologyLike, Volume, volume
 from jax_turbobus.moe._wiring import Wiring
-from jax_turbobus.topology import Topology
 
 __all__ = ["Choice", "Costs", "choose_schedule", "seconds_of"]
 
@@ -105,7 +104,7 @@ def choose_schedule(
     num_ranks: int,
     dtype: Any = "bfloat16",
     expert_ids: npt.ArrayLike | None = None,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     gpus: Sequence[int] | None = None,
     schedules: Sequence[str] = ("direct", "packed", "broadcast", "relay"),
     costs: Costs | None = None,
@@ -122,7 +121,8 @@ def choose_schedule(
       num_ranks: ranks along the expert axis.
       dtype: dtype of a row.
       expert_ids: as for `volume`: a typical routing instead of a uniform one.
-      topology: the machine; without one, all ranks are taken as connected alike.
+      topology: the machine, or its name or file as for `Topology.load`; without one,
+        all ranks are taken as connected alike.
       gpus: the topology's GPU under each rank; by default the first ones.
       schedules: those that may be taken.
       costs: what launches and own memory cost; by default those of a GPU if
@@ -132,10 +132,18 @@ def choose_schedule(
       A `Choice`; of schedules modelled equal, the one named first.
 
     Raises:
+      TypeError: an argument is of the wrong kind.
       ValueError: sizes that do not fit each other, an unknown schedule, or none that
         can run here.
     """
     known = ("packed", "broadcast", "direct", "relay")
+    if isinstance(schedules, str) or not isinstance(schedules, Sequence):
+        raise TypeError(
+            "schedules: expected a sequence of names, such as ('packed', 'broadcast'),"
+            f" got {schedules!r}"
+        )
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"costs: expected a Costs, got {costs!r}")
     for name in schedules:
         if name not in known:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_turbobus.moe import _choice
-from jax_turbobus.moe._placement_search import Load, Objective, search
+from jax_turbobus.moe._arguments import check_integer, check_number
+from jax_turbobus.moe._placement_search import Load, Objective, crowded_units, search
 from jax_turbobus.moe._traffic import Matrix
-from jax_turbobus.moe._volume import wiring_of
-from jax_turbobus.topology import Topology
+from jax_turbobus.moe._volume import TopologyLike, wiring_of
 
 __all__ = ["Placement", "plan_placement"]
 
@@ -42,7 +43,16 @@ class Placement:
     slots: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or len(self.slots) % self.num_ranks:
+        for name in ("num_experts", "num_ranks"):
+            number = check_integer(name, getattr(self, name), least=1)
+            object.__setattr__(self, name, number)
+        try:
+            object.__setattr__(self, "slots", tuple(map(operator.index, self.slots)))
+        except TypeError:
+            raise TypeError(
+                f"slots: expected an integer for each slot, got {self.slots!r}"
+            ) from None
+        if len(self.slots) % self.num_ranks:
             raise ValueError(
                 f"slots: expected a multiple of num_ranks={self.num_ranks} entries, got"
                 f" {len(self.slots)}"
@@ -67,8 +77,14 @@ class Placement:
           num_experts: logical experts; need not be a multiple of `num_ranks`.
           num_ranks: ranks.
           slots_per_rank: by default just enough.
+
+        Raises:
+          TypeError: a number is not an integer.
+          ValueError: numbers below 1, or too few slots.
         """
-        per_rank = slots_per_rank or -(-num_experts // num_ranks)
+        num_experts = check_integer("num_experts", num_experts, least=1)
+        num_ranks = check_integer("num_ranks", num_ranks, least=1)
+        per_rank = _check_slots_per_rank(slots_per_rank, num_experts, num_ranks)
         slots: list[int] = []
         for part in np.array_split(np.arange(num_experts), num_ranks):
             slots += [*part.tolist(), *[_EMPTY] * (per_rank - len(part))]
@@ -110,20 +126,26 @@ class Placement:
           TypeError: `expert_ids` are not integers.
           ValueError: they have less than two axes.
         """
-        ids = jnp.asarray(expert_ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"route: expert_ids: expected integers, got {ids.dtype}")
-        if ids.ndim < 2:
+        # Before JAX cuts 64-bit ids to 32 bits.
+        wide = (
+            expert_ids if isinstance(expert_ids, jax.Array) else np.asarray(expert_ids)
+        )
+        if not jnp.issubdtype(wide.dtype, jnp.integer):
+            raise TypeError(f"route: expert_ids: expected integers, got {wide.dtype}")
+        if wide.ndim < 2:
             raise ValueError(
                 "route: expert_ids: expected shape [..., num_tokens, top_k], got"
-                f" {list(ids.shape)}"
+                f" {list(wide.shape)}"
             )
-        is_valid = (ids >= 0) & (ids < self.num_experts)
-        known = jnp.where(is_valid, ids, 0)
+        if wide.dtype.itemsize < np.dtype(np.int32).itemsize:
+            wide = wide.astype(np.int32)
+        is_valid = (wide >= 0) & (wide < self.num_experts)
+        where = jnp.where if isinstance(wide, jax.Array) else np.where
+        known: jax.Array = jnp.asarray(where(is_valid, wide, 0), jnp.int32)
         most = max(map(len, self.copies))
         table = np.array([(c * most)[:most] for c in self.copies], np.int32)
         number = np.array([len(c) for c in self.copies], np.int32)
-        token = jnp.arange(ids.shape[-2], dtype=jnp.int32)[:, None]
+        token = jnp.arange(known.shape[-2], dtype=jnp.int32)[:, None]
         turn = token % jnp.asarray(number)[known]
         slot: jax.Array = jnp.asarray(table)[known, turn]
         return jnp.where(is_valid, slot, _EMPTY)
@@ -198,7 +220,7 @@ class Placement:
 
 def plan_placement(
     traffic: npt.ArrayLike,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     *,
     num_experts: int | None = None,
     slots_per_rank: int | None = None,
@@ -220,11 +242,12 @@ def plan_placement(
         expert ids as the ranks' tokens chose them (ids that are no expert's are
         masked); or just totals, ``float[num_ranks, num_experts]``: rows from each
         rank to each expert.
-      topology: the machine; without one, all ranks are connected alike.
+      topology: the machine, or its name or file as for `Topology.load`; without one,
+        all ranks are connected alike.
       num_experts: needed with a sample; it need not be a multiple of the ranks.
       slots_per_rank: experts that a rank has room for; by default just enough. More
         leave room for copies.
-      max_copies: of one expert.
+      max_copies: of one expert. No rank gets two: its slot stays empty instead.
       gpus: the topology's GPU under each rank; by default the first ones.
       row_bytes: of a row on the wire.
       row_seconds: that an expert works on a row. By default as long as the row takes
@@ -235,22 +258,19 @@ def plan_placement(
       A `Placement`, the same for the same arguments.
 
     Raises:
-      TypeError: ids are not integers.
+      TypeError: ids are not integers, or an argument is of the wrong kind.
       ValueError: shapes or sizes that do not fit each other.
 
     Source: ThunderEP, "topology awareness".
     """
     sample, totals = _read_traffic(traffic, num_experts)
     num_ranks, num_experts = totals.shape
-    least = -(-num_experts // num_ranks)
-    slots_per_rank = least if slots_per_rank is None else slots_per_rank
-    if slots_per_rank < least:
-        raise ValueError(
-            f"slots_per_rank: expected at least {least} for {num_experts} experts on"
-            f" {num_ranks} ranks, got {slots_per_rank}"
-        )
-    if max_copies < 1:
-        raise ValueError(f"max_copies: expected at least 1, got {max_copies}")
+    slots_per_rank = _check_slots_per_rank(slots_per_rank, num_experts, num_ranks)
+    max_copies = min(num_ranks, check_integer("max_copies", max_copies, least=1))
+    max_swaps = check_integer("max_swaps", max_swaps, least=0)
+    row_bytes = check_integer("row_bytes", row_bytes, least=1)
+    if row_seconds is not None:
+        row_seconds = check_number("row_seconds", row_seconds, may_be_zero=True)
     costs = _choice.CPU_COSTS if topology is None else _choice.GPU_COSTS
     objective = Objective.make(
         wiring_of(num_ranks, topology, gpus),
@@ -263,7 +283,11 @@ def plan_placement(
     for copies in sorted({1, max_copies if num_slots > num_experts else 1}):
         units = _units(totals, num_slots, copies)
         load = _load(sample, totals, units)
-        rank_of = search(load, objective, slots_per_rank, max_swaps)
+        rank_of = search(load, objective, slots_per_rank, max_swaps, units)
+        crowded = crowded_units(rank_of, units)
+        if crowded.any():
+            units = np.where(crowded, _EMPTY, units)
+            load = _load(sample, totals, units)
         seconds = float(objective.seconds(*load.rows(rank_of)))
         if seconds < best_seconds:
             order = np.argsort(rank_of, kind="stable")
@@ -276,6 +300,17 @@ def plan_placement(
     if best is None or objective.seconds(*load.rows(rank_of)) <= best_seconds:
         return in_order
     return best
+
+
+def _check_slots_per_rank(value: Any, num_experts: int, num_ranks: int) -> int:
+    least = -(-num_experts // num_ranks)
+    number = least if value is None else check_integer("slots_per_rank", value, least=1)
+    if number < least:
+        raise ValueError(
+            f"slots_per_rank: expected at least {least} for {num_experts} experts on"
+            f" {num_ranks} ranks, got {number}"
+        )
+    return number
 
 
 def _read_traffic(
@@ -307,11 +342,11 @@ def _read_traffic(
         )
     if array.dtype.kind not in "iu":
         raise TypeError(f"traffic: expected integer expert ids, got {array.dtype}")
-    if num_experts is None or num_experts < 1:
+    if num_experts is None:
         raise ValueError(
-            f"num_experts: expected the number of experts with a sample, got"
-            f" {num_experts}"
+            "num_experts: expected the number of experts with a sample, got None"
         )
+    num_experts = check_integer("num_experts", num_experts, least=1)
     is_valid = (array >= 0) & (array < num_experts)
     sample = np.where(is_valid, array, _EMPTY).astype(np.int64)
     totals = np.stack(

@@ -6,6 +6,7 @@ occupies one slot of one rank. Units keep their load and change places.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,9 @@ import numpy.typing as npt
 from jax_turbobus.moe._traffic import Matrix
 from jax_turbobus.moe._wiring import Wiring
 
-__all__ = ["Load", "Objective", "search"]
+__all__ = ["Load", "Objective", "crowded_units", "search"]
+
+Ints = npt.NDArray[np.int64]
 
 # Swaps that look best by their estimate and are worked out exactly.
 _SHORTLIST = 24
@@ -184,8 +187,12 @@ class Objective:
 
 
 def search(
-    load: Load, objective: Objective, slots_per_rank: int, max_swaps: int
-) -> npt.NDArray[np.int64]:
+    load: Load,
+    objective: Objective,
+    slots_per_rank: int,
+    max_swaps: int,
+    expert_of: Ints,
+) -> Ints:
     """Returns the rank of each unit, ``int64[num_units]``; all slots are filled.
 
     Heaviest units first, each where it hurts least; then the best swap, again and
@@ -196,13 +203,16 @@ def search(
       objective: what to make small.
       slots_per_rank: units of a rank.
       max_swaps: when to stop at the latest.
+      expert_of: ``int64[num_units]``, -1 for empty slots. Units of one expert go to
+        different ranks; `crowded_units` tells where that could not be.
     """
-    rank_of = _greedy(load, objective, slots_per_rank)
+    rank_of = _greedy(load, objective, slots_per_rank, expert_of)
+    rank_of = _spread(rank_of, expert_of)
     unique, copies = load.rows(rank_of)
     best = float(objective.score(unique, copies))
     for _ in range(max_swaps):
         found, goal = None, best * (1 - _WORTH_A_SWAP)
-        for pair in _shortlist(load, objective, rank_of, unique, copies):
+        for pair in _shortlist(load, objective, rank_of, unique, copies, expert_of):
             candidate = load.swapped(rank_of, unique, copies, pair)
             score = float(objective.score(*candidate))
             if score < min(best, goal):
@@ -214,11 +224,53 @@ def search(
     return rank_of
 
 
+def crowded_units(rank_of: Ints, expert_of: Ints) -> npt.NDArray[np.bool_]:
+    """Returns which units share a rank with an earlier unit of the same expert."""
+    places = rank_of * (expert_of.max(initial=0) + 1) + expert_of
+    first = np.zeros(len(places), bool)
+    first[np.unique(places, return_index=True)[1]] = True
+    return ~first & (expert_of >= 0)
+
+
+def _holds(rank_of: Ints, expert_of: Ints) -> Ints:
+    """Returns how many units of each expert ranks have, ``[num_ranks, num_experts]``.
+
+    The last column, of empty slots, is 0.
+    """
+    holds = np.zeros((rank_of.max() + 1, expert_of.max(initial=0) + 2), np.int64)
+    np.add.at(holds, (rank_of, expert_of), 1)
+    holds[:, -1] = 0
+    return holds
+
+
+def _may_swap(rank_of: Ints, expert_of: Ints, e: Ints, f: Ints) -> Any:
+    """Returns whether units e and f may change places: no rank gets an expert twice."""
+    holds = _holds(rank_of, expert_of)
+    is_same = expert_of[e] == expert_of[f]
+    return is_same | (
+        (holds[rank_of[f], expert_of[e]] == 0) & (holds[rank_of[e], expert_of[f]] == 0)
+    )
+
+
+def _spread(rank_of: Ints, expert_of: Ints) -> Ints:
+    """Returns a placement of fewer crowded units, if a swap of each with one helps."""
+    rank_of = rank_of.copy()
+    others = np.arange(len(rank_of))
+    for unit in np.flatnonzero(crowded_units(rank_of, expert_of)).tolist():
+        able = _may_swap(rank_of, expert_of, np.full_like(others, unit), others)
+        able &= expert_of != expert_of[unit]
+        if able.any():
+            other = int(able.argmax())
+            rank_of[[unit, other]] = rank_of[[other, unit]]
+    return rank_of
+
+
 def _greedy(
-    load: Load, objective: Objective, slots_per_rank: int
-) -> npt.NDArray[np.int64]:
+    load: Load, objective: Objective, slots_per_rank: int, expert_of: Ints
+) -> Ints:
     num_ranks, num_units = load.by_unit.shape
     rank_of = np.zeros(num_units, np.int64)
+    placed = np.zeros(num_units, bool)
     room = np.full(num_ranks, slots_per_rank)
     pairs = np.zeros((num_ranks, num_ranks))
     order = np.argsort(-load.by_unit.sum(axis=0), kind="stable")
@@ -227,8 +279,13 @@ def _greedy(
         ranks = np.arange(num_ranks)
         tried[ranks, :, ranks] += load.by_unit[:, unit]
         scores = np.where(room > 0, objective.score(tried, tried), np.inf)
+        has_it = np.zeros(num_ranks, bool)
+        has_it[rank_of[placed & (expert_of == expert_of[unit])]] = expert_of[unit] >= 0
+        if (room[~has_it] > 0).any():
+            scores[has_it] = np.inf
         rank = int(scores.argmin())
         rank_of[unit] = rank
+        placed[unit] = True
         room[rank] -= 1
         pairs = tried[rank]
     return rank_of
@@ -240,6 +297,7 @@ def _shortlist(
     rank_of: npt.NDArray[np.int64],
     unique: Matrix,
     copies: Matrix,
+    expert_of: Ints,
 ) -> list[tuple[int, int]]:
     """Returns the swaps that look best by either of two estimates.
 
@@ -247,7 +305,7 @@ def _shortlist(
     tokens that would find their experts on one rank.
     """
     e, f = np.triu_indices(len(rank_of), 1)
-    differ = rank_of[e] != rank_of[f]
+    differ = (rank_of[e] != rank_of[f]) & _may_swap(rank_of, expert_of, e, f)
     e, f = e[differ], f[differ]
     if not len(e):
         return []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_turbobus.moe import _traffic, _wiring
+from jax_turbobus.moe._arguments import check_number
 from jax_turbobus.moe._traffic import Counts, ExchangeShape, Traffic
 from jax_turbobus.moe._wiring import Wiring
 from jax_turbobus.topology import Topology
 
-__all__ = ["Volume", "required_recv_capacity", "volume"]
+__all__ = ["TopologyLike", "Volume", "required_recv_capacity", "volume", "wiring_of"]
+
+# A machine, or what `Topology.load` makes one from.
+TopologyLike = Topology | str | os.PathLike[str]
 
 
 def required_recv_capacity(
@@ -43,6 +48,7 @@ def required_recv_capacity(
       tokens to the experts of one rank.
 
     Raises:
+      TypeError: an argument is of the wrong kind.
       ValueError: sizes that do not fit each other, `slack` not a positive number, or
         `slack` and `expert_ids` given at once.
     """
@@ -60,8 +66,7 @@ def required_recv_capacity(
     dropless = shape.num_ranks * shape.rows_per_pair
     if slack is None:
         return dropless
-    if not (slack > 0 and math.isfinite(slack)):
-        raise ValueError(f"slack: expected a positive number such as 1.25, got {slack}")
+    slack = check_number("slack", slack)
     return min(dropless, math.ceil(slack * shape.tokens_per_rank * shape.top_k))
 
 
@@ -184,7 +189,7 @@ def volume(
     dtype: Any = "bfloat16",
     expert_ids: npt.ArrayLike | None = None,
     capacity_factor: float = 1.25,
-    topology: Topology | None = None,
+    topology: TopologyLike | None = None,
     gpus: Sequence[int] | None = None,
 ) -> Volume:
     """Returns the bytes that every schedule, and every peer, would move.
@@ -199,16 +204,17 @@ def volume(
       expert_ids: ``int[num_ranks, tokens_per_rank, top_k]`` (or its first two axes
         merged): count this routing instead of expecting a uniform one.
       capacity_factor: of the peers that drop rows over a capacity.
-      topology: the machine whose links to count on; without one, each rank has a
-        port out and a port in.
+      topology: the machine whose links to count on, or its name or file as for
+        `Topology.load`; without one, each rank has a port out and a port in.
       gpus: the topology's GPU under each rank; by default the first ones.
 
     Returns:
       A `Volume`: dispatch, combine and metadata apart, by pair of ranks and by link.
 
     Raises:
-      TypeError: `expert_ids` or a size are not integers.
-      ValueError: sizes, ids or topology do not fit each other.
+      TypeError: an argument is of the wrong kind.
+      ValueError: sizes, ids or topology do not fit each other, or a topology cannot be
+        read.
     """
     shape = ExchangeShape(
         tokens_per_rank=tokens_per_rank,
@@ -218,10 +224,7 @@ def volume(
         num_ranks=num_ranks,
         dtype=dtype,
     )
-    if not (capacity_factor > 0 and math.isfinite(capacity_factor)):
-        raise ValueError(
-            f"capacity_factor: expected a positive number, got {capacity_factor}"
-        )
+    capacity_factor = check_number("capacity_factor", capacity_factor)
     counts = (
         _traffic.expected_counts(shape)
         if expert_ids is None
@@ -243,13 +246,21 @@ def volume(
 
 
 def wiring_of(
-    num_ranks: int, topology: Topology | None, gpus: Sequence[int] | None
+    num_ranks: int, topology: TopologyLike | None, gpus: Sequence[int] | None
 ) -> Wiring:
     """Returns the links under ranks, of a machine or assumed.
 
     Raises:
+      TypeError: `topology` is none, nor a name or path.
       ValueError: `gpus` and `topology` do not fit, or there is no topology.
     """
+    if isinstance(topology, str | os.PathLike):
+        topology = Topology.load(topology)
+    if topology is not None and not isinstance(topology, Topology):
+        raise TypeError(
+            "topology: expected a Topology, the name of a shipped one or a path, got"
+            f" {topology!r}"
+        )
     if topology is not None:
         return _wiring.from_topology(topology, num_ranks, gpus)
     if gpus is not None:

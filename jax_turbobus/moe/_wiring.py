@@ -1,11 +1,12 @@
 """Which links the bytes between two ranks cross, and how long that takes."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jax_turbobus.moe._arguments import check_integer
 from jax_turbobus.moe._traffic import Matrix, Traffic
 from jax_turbobus.topology import PeerPath, Topology
 
@@ -125,10 +126,11 @@ def from_topology(
       gpus: the GPU of each rank; by default the first ones in order.
 
     Raises:
+      TypeError: `gpus` are not integers.
       ValueError: there are fewer GPUs than ranks, or `gpus` does not name one of its
         own for each rank.
     """
-    chosen = tuple(range(num_ranks)) if gpus is None else tuple(gpus)
+    chosen = tuple(range(num_ranks)) if gpus is None else _check_gpus(gpus)
     here = len(topology.gpus)
     if len(chosen) != num_ranks or len(set(chosen)) != num_ranks:
         raise ValueError(
@@ -141,6 +143,12 @@ def from_topology(
             f" (GPUs {list(chosen)}), it has {here}"
         )
     return _Builder(topology, chosen).build()
+
+
+def _check_gpus(gpus: Any) -> tuple[int, ...]:
+    if isinstance(gpus, str) or not isinstance(gpus, Iterable):
+        raise TypeError(f"gpus: expected a GPU's index for each rank, got {gpus!r}")
+    return tuple(check_integer("gpus", gpu, least=0) for gpu in gpus)
 
 
 class _Builder:

@@ -213,11 +213,11 @@ def test_choices_masked_after_dispatch_leave_zero_gradients():
     changed = np.where(ids % 2, -1, ids)
     mapped = on_mesh(layer, make_mesh())
     step = jax.jit(jax.grad(lambda x, *a: mapped(x, *a).sum()))
-    args = (jnp.ones((4 * T, H)), ids, jnp.ones((4 * T, K)), changed)
+    args = (jnp.ones((4 * T, 3)), ids, jnp.ones((4 * T, K)), changed)
     for _ in range(3):  # Memory that has been used.
-        junk = [np.full(H * n, 1e30, np.float32) for n in (16, 64, 128, 512)]
+        junk = [np.full(n, 1e30, np.float32) for n in (48, 96, 400, 4000)]
         del junk
-        np.testing.assert_array_equal(step(*args), jnp.ones((4 * T, H)))
+        np.testing.assert_array_equal(step(*args), jnp.ones((4 * T, 3)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jax_turbobus.__main__ import main
 from jax_turbobus.bench import peers, placement, routing
 from jax_turbobus.moe import Placement, plan_placement
 from jax_turbobus.moe import _placement as internals
-from jax_turbobus.moe._placement_search import Load, Objective
+from jax_turbobus.moe._placement_search import Load, Objective, crowded_units, search
 from jax_turbobus.moe._traffic import ExchangeShape, exact_counts
 from jax_turbobus.moe._wiring import from_topology, ports
 from jax_turbobus.topology import Topology
@@ -82,11 +82,52 @@ def test_gradients_of_copies_add_up():
         ((4, 2, (0, 1, 2)), "slots: expected a multiple of num_ranks=2 entries, got 3"),
         ((4, 2, (0, 1, 2, 2)), r"missing: \[3\]"),
         ((4, 2, (0, 1, 2, 3, 4, -1)), r"not experts: \[4\]"),
+        ((0, 2, ()), "num_experts: expected an integer from 1"),
+        ((4, 0, ()), "num_ranks: expected an integer from 1"),
+        ((True, 1, (0,)), "num_experts: expected a Python integer"),
+        ((2, 1, (0.0, 1.0)), "slots: expected an integer for each slot"),
+        ((2, 1, None), "slots: expected an integer for each slot"),
     ],
 )
 def test_impossible_placements_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Placement(*arguments)
+
+
+def test_slots_in_a_list_are_as_good_as_in_a_tuple():
+    plan = Placement(8, 4, list(range(8)))
+    assert plan == Placement.contiguous(8, 4)
+    assert hash(plan) == hash(Placement.contiguous(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 4, 1), "slots_per_rank: expected at least 2 for 8 experts on 4 ranks"),
+        ((8, 4, 0), "slots_per_rank: expected an integer from 1"),
+        ((10, 4, 2), "slots_per_rank: expected at least 3"),
+        ((8, 0), "num_ranks: expected an integer from 1"),
+        ((8.0, 4), "num_experts: expected a Python integer"),
+    ],
+)
+def test_too_few_slots_are_refused(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Placement.contiguous(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint64])
+def test_ids_are_masked_before_they_are_cut_to_32_bits(dtype):
+    limits = np.iinfo(dtype)
+    ids = np.array([[3, limits.min], [limits.max, 5]], dtype)
+    want = [[3, 0 if limits.min == 0 else -1], [-1, 5]]
+    plan = Placement.contiguous(8, 4)
+    np.testing.assert_array_equal(plan.route(ids), want)
+    if limits.bits > 32:
+        ids[0, 1] = 2**32 + 3
+        np.testing.assert_array_equal(plan.route(ids), [[3, -1], [-1, 5]])
+    else:
+        many = Placement.contiguous(300, 4)
+        np.testing.assert_array_equal(many.route(jnp.asarray(ids)), [[3, -1], [127, 5]])
 
 
 def test_bad_arguments_of_a_placement_are_named():
@@ -185,6 +226,49 @@ def test_a_hot_expert_gets_a_second_copy_on_another_rank():
     assert fullest(plan, ids) < fullest(single, ids)
 
 
+def test_no_rank_gets_two_copies_of_an_expert():
+    """Nothing was saved by the second one, and it took a slot."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 8, (4, 16, 2))
+    plans = [
+        plan_placement(ids, num_experts=10),
+        plan_placement(ids, num_experts=8, slots_per_rank=5),
+    ]
+    for _ in range(40):
+        num_ranks, num_experts = (int(n) for n in rng.integers(1, [6, 14]))
+        ids = rng.geometric(0.3, (num_ranks, 16, 2)) - 1
+        plans.append(
+            plan_placement(
+                np.minimum(ids, num_experts - 1),
+                num_experts=num_experts,
+                slots_per_rank=-(-num_experts // num_ranks) + int(rng.integers(3)),
+                max_copies=int(rng.integers(1, 5)),
+            )
+        )
+    for plan in plans:
+        by_rank = np.reshape(plan.slots, (plan.num_ranks, -1))
+        for here in by_rank:
+            used = here[here >= 0]
+            assert len(set(used.tolist())) == len(used), str(plan)
+    assert any(len(c) > 2 for plan in plans for c in plan.copies)
+
+
+def test_what_cannot_be_spread_is_left_out():
+    """Three units of one expert for two ranks: one of them is told."""
+    expert_of = np.array([0, 0, 0, 1])
+    rank_of = search(
+        Load(np.ones((2, 4)), []),
+        Objective.make(ports(2), 8192, None, 1e9),
+        2,
+        10,
+        expert_of,
+    )
+    assert sorted(rank_of) == [0, 0, 1, 1]
+    crowded = crowded_units(rank_of, expert_of)
+    assert crowded.sum() == 1
+    assert expert_of[crowded] == 0
+
+
 def test_experts_that_tokens_want_together_share_a_rank():
     # Tokens choose one of eight pairs (e, e + 8), which lie apart in order.
     rng = np.random.default_rng(0)
@@ -274,6 +358,22 @@ def test_the_objective_is_the_busiest_link_there_and_back_plus_work():
             "slots_per_rank: expected",
         ),
         (np.ones((4, 8)), {"max_copies": 0}, ValueError, "max_copies: expected"),
+        (np.ones((4, 8)), {"max_copies": "2"}, TypeError, "max_copies: expected"),
+        (np.ones((4, 8)), {"max_swaps": None}, TypeError, "max_swaps: expected"),
+        (np.ones((4, 8)), {"slots_per_rank": 3.0}, TypeError, "slots_per_rank: exp"),
+        (np.ones((4, 8)), {"row_seconds": "1"}, TypeError, "row_seconds: expected"),
+        (np.ones((4, 8)), {"row_seconds": -1}, ValueError, "row_seconds: expected"),
+        (np.ones((4, 8)), {"row_seconds": np.nan}, ValueError, "row_seconds: exp"),
+        (np.ones((4, 8)), {"row_bytes": 0}, ValueError, "row_bytes: expected"),
+        (np.ones((4, 8)), {"row_bytes": np.nan}, TypeError, "row_bytes: expected"),
+        (np.ones((1, 8, 2), int), {"num_experts": 8.0}, TypeError, "num_experts: exp"),
+        (np.ones((1, 8, 2), int), {"num_experts": True}, TypeError, "num_experts: exp"),
+        (
+            np.ones((1, 8, 2), int),
+            {"num_experts": 10**30},
+            ValueError,
+            "num_experts: expected an integer from 1",
+        ),
     ],
 )
 def test_bad_traffic_is_refused_by_name(arguments, changes, error, message):

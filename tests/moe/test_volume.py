@@ -159,10 +159,27 @@ def test_required_recv_capacity():
     [
         ({"num_experts": 10}, ValueError, "num_experts: expected a multiple of num_r"),
         ({"top_k": 33}, ValueError, "top_k: expected at most num_experts=32"),
-        ({"top_k": 0}, ValueError, "top_k: expected at least 1"),
-        ({"hidden": 2.5}, TypeError, "hidden: expected an integer, got 2.5"),
-        ({"tokens_per_rank": -1}, ValueError, "tokens_per_rank: expected at least 0"),
+        ({"top_k": 0}, ValueError, "top_k: expected an integer from 1"),
+        ({"hidden": 2.5}, TypeError, "hidden: expected a Python integer.*got 2.5"),
+        (
+            {"tokens_per_rank": -1},
+            ValueError,
+            "tokens_per_rank: expected an integer from 0",
+        ),
         ({"capacity_factor": 0.0}, ValueError, "capacity_factor: expected a positive"),
+        ({"capacity_factor": 1e308}, ValueError, "capacity_factor: .*got 1e"),
+        ({"capacity_factor": None}, TypeError, "capacity_factor: expected a number"),
+        ({"dtype": None}, TypeError, "dtype: expected a dtype"),
+        ({"dtype": object}, TypeError, "dtype: expected a dtype"),
+        ({"dtype": []}, TypeError, "dtype: expected a dtype"),
+        ({"topology": 4}, TypeError, "topology: expected a Topology, the name"),
+        ({"topology": "no"}, ValueError, "topology: expected one of"),
+        (
+            {"topology": "4xrtx4090", "gpus": [0.0, 1.0, 2.0, 3.0]},
+            TypeError,
+            "gpus: expected a Python integer",
+        ),
+        ({"topology": "4xrtx4090", "gpus": "0123"}, TypeError, "gpus: expected a GPU"),
         (
             {"expert_ids": np.zeros((4, 1024, 3), np.int32)},
             ValueError,
@@ -184,6 +201,11 @@ def test_bad_capacities_are_refused():
     sizes = {"tokens_per_rank": 4, "num_experts": 4, "top_k": 2, "num_ranks": 4}
     with pytest.raises(ValueError, match="slack: expected a positive number"):
         _volume.required_recv_capacity(**sizes, slack=-1.0)
+    with pytest.raises(ValueError, match="slack: expected a positive number"):
+        _volume.required_recv_capacity(**sizes, slack=1e308)
+    for slack in ("1", True):
+        with pytest.raises(TypeError, match="slack: expected a number"):
+            _volume.required_recv_capacity(**sizes, slack=slack)
     with pytest.raises(ValueError, match="expected one of them, got both"):
         _volume.required_recv_capacity(
             **sizes, slack=1.0, expert_ids=np.zeros((16, 2), np.int32)
@@ -258,6 +280,14 @@ def test_gpus_choose_which_links_are_meant():
     }
 
 
+def test_a_machine_by_its_name_or_file(tmp_path):
+    path = tmp_path / "machine.json"
+    Topology.load("4xrtx4090").save(path)
+    want = choose("4xrtx4090").to_json()
+    for topology in ("4xrtx4090", path, str(path)):
+        assert choose(topology=topology).to_json() == want
+
+
 def test_a_machine_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="expected a GPU for each of 8 ranks"):
         on("4xrtx4090", num_ranks=8)
@@ -317,6 +347,10 @@ def test_a_choice_explains_itself():
 
 
 def test_schedules_that_cannot_run_are_refused():
+    with pytest.raises(TypeError, match="schedules: expected a sequence of names"):
+        choose(schedules="packed")
+    with pytest.raises(TypeError, match="costs: expected a Costs"):
+        choose(costs={})
     with pytest.raises(ValueError, match="schedules: expected some of packed, "):
         choose(schedules=("quick",))
     with pytest.raises(ValueError, match=r"none of .*direct.* can run"):
