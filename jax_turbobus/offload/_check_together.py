@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_turbobus import _compat
+from jax_turbobus.offload._checks import devices_of
 
 __all__ = ["check_distinct", "check_together"]
 
@@ -20,7 +21,7 @@ def check_together(call: str, trees: dict[str, Any]) -> None:
       trees: trees of checked values by the names of the arguments.
 
     Raises:
-      ValueError: two arrays were put on different devices.
+      ValueError: two arrays were put on different devices or meshes.
     """
     first = None
     for name, tree in trees.items():
@@ -32,24 +33,28 @@ def check_together(call: str, trees: dict[str, Any]) -> None:
             named = name + jax.tree_util.keystr(path)
             if first is None:
                 first = named, x
-            elif not _have_equal_devices(x.sharding, first[1].sharding):
-                raise ValueError(
-                    f"{call}: argument {named}: expected it on the devices of "
-                    f"{first[0]}, {_devices(first[1].sharding)}, got "
-                    f"{_devices(x.sharding)}; move it with jax.device_put"
-                )
+            else:
+                _check_two(call, named, x.sharding, *first)
 
 
-def _have_equal_devices(a: Any, b: Any) -> bool:
-    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
-        return a.mesh is b.mesh or _devices(a) == _devices(b)
-    return bool(a.device_set == b.device_set)
-
-
-def _devices(sharding: Any) -> list[Any]:
-    if isinstance(sharding, NamedSharding):
-        return list(sharding.mesh.devices.flat)
-    return sorted(sharding.device_set, key=lambda device: device.id)
+def _check_two(call: str, name: str, found: Any, other: str, x: Any) -> None:
+    expected = x.sharding
+    are_named = isinstance(found, NamedSharding) and isinstance(expected, NamedSharding)
+    if are_named and found.mesh == expected.mesh:
+        return
+    if found.device_set != expected.device_set or (
+        are_named and devices_of(found) != devices_of(expected)
+    ):
+        raise ValueError(
+            f"{call}: argument {name}: expected it on the devices of {other}, "
+            f"{devices_of(expected)}, got {devices_of(found)}; move it with "
+            "jax.device_put"
+        )
+    if are_named:
+        raise ValueError(
+            f"{call}: argument {name}: expected it on the mesh of {other}, "
+            f"{expected.mesh}, got {found.mesh}; put it there with jax.device_put"
+        )
 
 
 def check_distinct(call: str, name: str, tree: Any) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "check_space",
     "check_stack",
     "check_values",
+    "devices_of",
     "space_of",
 ]
 
@@ -164,9 +165,10 @@ def check_out(call: str, x: Any, out: Any, source: str = "x") -> None:
         expected, found = x.sharding.with_memory_kind("pinned_host"), out.sharding
         matches = found == expected or found.is_equivalent_to(expected, x.ndim)
     if not matches:
+        told = str if str(expected) != str(found) else _with_devices
         raise ValueError(
-            f"{call}: argument out: expected the sharding of {source}, {expected}, "
-            f"got {found}; make it with jax.device_put(…, "
+            f"{call}: argument out: expected the sharding of {source}, "
+            f"{told(expected)}, got {told(found)}; make it with jax.device_put(…, "
             f"{source}.sharding.with_memory_kind('pinned_host'))"
         )
 
@@ -187,8 +189,17 @@ def check_values(call: str, name: str, tree: Any) -> None:
         _check_alive(call, name + jax.tree_util.keystr(path), leaf)
 
 
-def _devices(x: Any) -> list[Any]:
-    return sorted(x.sharding.device_set, key=lambda device: device.id)
+def devices_of(sharding: Any) -> list[Any]:
+    """Returns the devices of a sharding, of a mesh in its order."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def _with_devices(sharding: Any) -> str:
+    if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return str(sharding)
+    return f"{sharding.spec} over {devices_of(sharding)}"
 
 
 def check_index(call: str, index: Any) -> None:
@@ -284,5 +295,6 @@ def check_row(call: str, stack: Any, x: Any) -> None:
     if x.sharding.device_set != stack.sharding.device_set:
         raise ValueError(
             f"{call}: argument x: expected it on the devices of stack, "
-            f"{_devices(stack)}, got {_devices(x)}; move it with jax.device_put"
+            f"{devices_of(stack.sharding)}, got {devices_of(x.sharding)}; move it with "
+            "jax.device_put"
         )

@@ -193,3 +193,27 @@ def test_keys_have_one_dimension_more_in_a_program(axis_type, spec):
     stored = tb.store(host, 2, second[3])
     assert_same(tb.to_device(stored)[:3], jnp.stack([*first[:2], second[3]]))
     assert_same(tb.to_device(tb.to_host(second, stored)), second)
+
+
+def test_arrays_of_two_meshes_are_refused_where_nothing_can_be_resharded():
+    mesh, turned, other = (
+        make_mesh(AxisType.Auto),
+        make_mesh(AxisType.Auto, order=slice(None, None, -1)),
+        make_mesh(AxisType.Auto, ("p", "q")),
+    )
+    host = laid(values(), mesh, P(None, "a"), "pinned_host")
+    for there, reason in ((turned, "devices of stack"), (other, "mesh of stack")):
+        index, x = laid(1, there, P()), laid(values((8, 16)), there, P())
+        with pytest.raises(
+            ValueError, match=f"argument i: expected it on the {reason}"
+        ):
+            tb.fetch(host, index)
+        with pytest.raises(
+            ValueError, match=f"argument x: expected it on the {reason}"
+        ):
+            tb.scan_layers(lambda w, x: x, host, x)
+    # Where only the order of the devices differs, that is what the error tells.
+    out = laid(values(), turned, P(None, "a"), "pinned_host")
+    x = laid(values(), mesh, P(None, "a"))
+    with pytest.raises(ValueError, match=r"argument out: .* over \[CpuDevice\(id=0\)"):
+        tb.to_host(x, out)
