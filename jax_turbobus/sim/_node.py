@@ -12,6 +12,8 @@ __all__ = ["LaneModel", "run"]
 
 # Bytes: what is left of a block by rounding is none.
 _EPSILON = 1e-3
+# The core counts nanoseconds in 64 bits, and adds latencies to them.
+_LAST_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def run(
       completion.
 
     Raises:
+      ValueError: transfers take longer than virtual time goes.
       RuntimeError: transfers are left, and nothing is moving or due.
     """
     links = _Links(lanes, capacities)
@@ -167,6 +170,12 @@ def run(
         wakeup_ns = scheduler.next_wakeup_ns()
         if wakeup_ns is not None:
             upcoming.append(max(wakeup_ns, now_ns + 1))
+        if _LAST_NS < min(upcoming) < float("inf"):
+            raise ValueError(
+                "topology: expected links that move the transfers within 2**62 ns (146 "
+                f"years), but the next event is at {min(upcoming):.3g} ns; give higher "
+                "rates or smaller transfers"
+            )
         if min(upcoming) == float("inf"):
             left = [i for i, finish in enumerate(finish_ns) if finish < 0]
             raise RuntimeError(f"transfers {left} are left, and nothing is due")

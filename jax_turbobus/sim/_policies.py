@@ -1,7 +1,8 @@
 """The policies that a simulation can compare: ours, its parts, and baselines."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +10,18 @@ from jax_turbobus import _ffi
 from jax_turbobus.sim._types import Block, Scheduler, Transfer
 from jax_turbobus.topology import Topology
 
-__all__ = ["POLICIES", "CoreScheduler", "Lanes", "Policy", "make_config"]
+__all__ = [
+    "POLICIES",
+    "Allocation",
+    "CoreScheduler",
+    "Lanes",
+    "Policy",
+    "make_config",
+    "make_scheduler",
+]
+
+Allocation = Literal["block", "transfer", "equal"]
+
 
 _NO_CHUNKS = 1 << 60
 
@@ -31,7 +43,7 @@ class Policy:
     """
 
     text: str
-    allocation: Literal["block", "transfer", "equal"] = "block"
+    allocation: Allocation = "block"
     has_relays: bool = True
     is_lock_step: bool = False
     block_bytes: int = 16 << 20
@@ -167,7 +179,7 @@ class _Open:
     """A transfer that a baseline is working on."""
 
     index: int
-    left: list[tuple[int, int]]
+    left: deque[tuple[int, int]]
     lanes: list[int]
     in_flight: int = 0
 
@@ -250,7 +262,8 @@ class _TransferLevel(_Baseline):
 
     def submit(self, index: int, transfer: Transfer, now_ns: int) -> None:
         del now_ns
-        work = _Open(index, self._cut(transfer.size_bytes), self._lanes_of(transfer))
+        extents = deque(self._cut(transfer.size_bytes))
+        work = _Open(index, extents, self._lanes_of(transfer))
         if not work.left:
             self._finished.append(index)
             return
@@ -272,7 +285,7 @@ class _TransferLevel(_Baseline):
             for lane in work.lanes:
                 if work.left and lane in self._idle_lanes:
                     self._idle_lanes.remove(lane)
-                    blocks.append(self._issue(work, lane, work.left.pop(0)))
+                    blocks.append(self._issue(work, lane, work.left.popleft()))
         return blocks
 
     def _lane_is_free(self, work: _Open, lane: int) -> None:
@@ -295,7 +308,7 @@ class _EqualShares(_Baseline):
     def submit(self, index: int, transfer: Transfer, now_ns: int) -> None:
         del now_ns
         lanes = self._lanes_of(transfer)
-        work = _Open(index, [], lanes)
+        work = _Open(index, deque(), lanes)
         extents = self._cut(transfer.size_bytes)
         if not extents:
             self._finished.append(index)
@@ -319,42 +332,3 @@ def make_scheduler(policy: Policy, lanes: Lanes) -> Scheduler:
     if policy.allocation == "block":
         return CoreScheduler(make_config(policy, lanes))
     return _BASELINES[policy.allocation](lanes, policy.block_bytes)
-
-
-def check_policy(policy: str | Policy) -> Policy:
-    """Returns the policy of that name.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(
-            f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}"
-        )
-    return POLICIES[policy]
-
-
-def check_transfers(transfers: Sequence[Transfer], num_gpus: int) -> None:
-    """Refuses transfers that the node cannot do.
-
-    Raises:
-      ValueError: a GPU, size, time or direction that does not exist.
-    """
-    for i, transfer in enumerate(transfers):
-        if not 0 <= transfer.gpu < num_gpus:
-            raise ValueError(
-                f"transfers[{i}].gpu: expected 0 to {num_gpus - 1}, got {transfer.gpu}"
-            )
-        if transfer.direction not in ("h2d", "d2h"):
-            raise ValueError(
-                f"transfers[{i}].direction: expected 'h2d' or 'd2h', "
-                f"got {transfer.direction!r}"
-            )
-        for name in ("size_bytes", "arrival_ns"):
-            if getattr(transfer, name) < 0:
-                raise ValueError(
-                    f"transfers[{i}].{name}: expected >= 0, "
-                    f"got {getattr(transfer, name)}"
-                )

@@ -1,9 +1,10 @@
 """Runs transfers over a topology in virtual time."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from jax_turbobus.sim import _node, _policies
+from jax_turbobus.sim import _checks, _node, _policies
 from jax_turbobus.sim._policies import Lanes, Policy
 from jax_turbobus.sim._types import Background, Result, Transfer
 from jax_turbobus.topology import Topology
@@ -12,7 +13,7 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    topology: Topology,
+    topology: Topology | str | os.PathLike[str],
     transfers: Sequence[Transfer],
     policy: str | Policy = "pooled",
     *,
@@ -28,21 +29,26 @@ def simulate(
     latency after its last byte has left.
 
     Args:
-      topology: the machine.
-      transfers: in any order; each arrives at its time.
+      topology: the machine: a `Topology`, the name of a shipped one or a file.
+      transfers: in any order; each arrives at its time. At most 2**46 bytes each,
+        and 2**20 blocks in all.
       policy: a name out of `POLICIES`, or a `Policy`.
       max_links: links that a transfer may use, its own included; None: all.
       background: traffic that the scheduler does not know of.
 
     Raises:
-      ValueError: a transfer, policy or background load does not fit the machine.
+      TypeError: an argument, or a field of one, has the wrong type.
+      ValueError: a transfer, policy or background load does not fit the machine, or
+        transfers would take centuries.
     """
-    chosen = _policies.check_policy(policy)
+    chosen = _checks.check_policy(policy)
+    if not isinstance(topology, Topology):
+        topology = Topology.load(topology)
     if not topology.gpus:
         raise ValueError(f"topology: {topology.name!r} has no GPUs to transfer to")
-    _policies.check_transfers(transfers, len(topology.gpus))
-    if max_links is not None and max_links < 1:
-        raise ValueError(f"max_links: expected at least 1, got {max_links}")
+    transfers = _checks.check_transfers(transfers, topology, chosen.block_bytes)
+    if max_links is not None:
+        max_links = _checks.whole("max_links", max_links, 1, 1 << 20)
 
     # The scheduler is told of the caps that can bind; in reality all are there.
     def lanes(only_binding_caps: bool) -> Lanes:
@@ -55,12 +61,7 @@ def simulate(
 
     real = lanes(only_binding_caps=False)
     index = {cap.name: i for i, cap in enumerate(real.caps)}
-    for load in background:
-        if load.resource not in index:
-            raise ValueError(
-                f"background: expected a resource out of {', '.join(index)}, "
-                f"got {load.resource!r}"
-            )
+    background = _checks.check_background(background, index)
     finish_ns, blocks = _node.run(
         _policies.make_scheduler(chosen, lanes(only_binding_caps=True)),
         [
@@ -72,7 +73,7 @@ def simulate(
         [(index[load.resource], load) for load in background],
     )
     return Result(
-        tuple(transfers),
+        transfers,
         tuple(finish_ns),
         tuple(blocks),
         tuple(_name(path) for path in real.paths),

@@ -2,6 +2,7 @@
 
 import random
 
+from jax_turbobus.sim._checks import MOST_NS
 from jax_turbobus.sim._types import Transfer
 from jax_turbobus.topology import Topology
 
@@ -24,6 +25,9 @@ def bimodal(
       count: how many transfers.
       seed: same seed, same transfers.
 
+    Raises:
+      ValueError: the machine is so slow that they would be centuries apart.
+
     Source: TurboBus, "Scheduler" (sizes are bimodal); the sizes are ours.
     """
     rng = random.Random(seed)
@@ -34,6 +38,11 @@ def bimodal(
     now_ns = 0.0
     for _ in range(count if gpus else 0):
         now_ns += rng.expovariate(load * rate / mean) * 1e9
+        if now_ns > MOST_NS:
+            raise ValueError(
+                f"topology: {topology.name!r} is too slow for this workload: its next "
+                f"transfer would come after {now_ns:.3g} ns; give higher rates"
+            )
         is_large = rng.random() < _PART_LARGE
         size = round(rng.uniform(*(_LARGE if is_large else _SMALL)))
         name = "large" if is_large else "small"
