@@ -33,6 +33,7 @@ __all__ = [
     "d2h_start_p",
     "done_p",
     "fetch_p",
+    "fetch_rows_p",
     "fetch_start_p",
     "fetch_tangent_p",
     "h2d_p",
@@ -43,6 +44,7 @@ __all__ = [
     "place",
     "place_p",
     "placed",
+    "placed_rows",
     "row_aval",
     "store_p",
     "store_start_p",
@@ -184,13 +186,7 @@ def _define(
     """
     primitive: Any = Primitive(name)
     primitive.def_abstract_eval(abstract_eval)
-    _compat.lowers_with_devices(primitive)
-
-    def impl(*args: Any, **params: Any) -> Any:
-        with jax.disable_jit(False):
-            return _compiled(primitive, tuple(params.items()))(*args)
-
-    primitive.def_impl(impl)
+    _run_compiled(primitive)
     _register(
         primitive,
         emit,
@@ -245,6 +241,17 @@ def _register(
         )
 
     mlir.register_lowering(primitive, lower, platform=platform)
+
+
+def _run_compiled(primitive: Any) -> None:
+    """Makes `primitive` one program wherever JAX runs it by itself."""
+    _compat.lowers_with_devices(primitive)
+
+    def impl(*args: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return _compiled(primitive, tuple(params.items()))(*args)
+
+    primitive.def_impl(impl)
 
 
 @functools.cache
@@ -327,6 +334,39 @@ fetch_start_p = _define(
     _fetch_dims,
     has_side_effect=True,
 )
+
+# Several rows, one after the other. It is a primitive and not a loop in the jaxpr
+# because JAX adds up gradients of what a loop closes over in device memory.
+
+
+def _fetch_rows(stack: Any, indices: Any, *, axis: int) -> Any:
+    return jax.lax.map(
+        lambda i: jax.lax.optimization_barrier(fetch_p.bind(stack, i, axis=axis)),
+        indices,
+    )
+
+
+def _fetch_rows_aval(stack: Any, indices: Any, *, axis: int) -> Any:
+    row = row_aval(stack, axis)
+    spec = jax.sharding.PartitionSpec(None, *row.sharding.spec)
+    return row.update(
+        shape=(*indices.shape, *row.shape), sharding=row.sharding.update(spec=spec)
+    )
+
+
+def _lower_fetch_rows(context: Any, *operands: Any, **params: Any) -> Any:
+    lower = mlir.lower_fun(_fetch_rows, multiple_results=False)
+    mesh = _compat.explicit_mesh(context.avals_in)
+    if mesh is None:
+        return lower(context, *operands, **params)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return lower(context, *operands, **params)
+
+
+fetch_rows_p: Any = Primitive("turbobus_fetch_rows")
+fetch_rows_p.def_abstract_eval(_fetch_rows_aval)
+_run_compiled(fetch_rows_p)
+mlir.register_lowering(fetch_rows_p, _lower_fetch_rows)
 
 # Device to host. XLA types a result of ours as host memory only if it is aliased
 # to an operand that lies there; where `out` is not given, CUDA programs
@@ -500,6 +540,20 @@ def placed(row: Any, index: Any, *, axis: int, length: int) -> Any:
     return jnp.where(is_there, jnp.expand_dims(row, axis), 0).astype(row.dtype)
 
 
+def placed_rows(rows: Any, indices: Any, *, axis: int, length: int) -> Any:
+    """Returns a stack on the device with these rows, added where they meet."""
+    first = placed(rows[0], indices[0], axis=axis, length=length)
+
+    def add(stack: Any, one: Any) -> Any:
+        row, index = one
+        at = jnp.clip(index, 0, length - 1)
+        there = jax.lax.dynamic_index_in_dim(stack, at, axis, keepdims=False)
+        added = there + row
+        return jax.lax.dynamic_update_index_in_dim(stack, added, at, axis), None
+
+    return jax.lax.scan(add, first, (rows[1:], indices[1:]))[0]
+
+
 def _place(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
     return d2h(placed(row, index, axis=axis, length=length))
 
@@ -580,6 +634,16 @@ total_p: Any = Primitive("turbobus_total")
 total_p.def_abstract_eval(lambda grad, stack, batch: grad)
 total_p.def_impl(lambda grad, stack, batch: grad)
 mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
+
+# Where JAX runs operation by operation (`jax.disable_jit`), each is a program, and a
+# start moves everything.
+
+h2d_start_p.def_impl(h2d_p.bind)
+d2h_start_p.def_impl(d2h_p.bind)
+d2h_into_start_p.def_impl(d2h_into_p.bind)
+fetch_start_p.def_impl(fetch_p.bind)
+store_start_p.def_impl(store_p.bind)
+done_p.def_impl(lambda buffer, *read, target, num_marks=0: buffer)
 
 # What the ties below say, for XLA:CPU. It drops those before it orders a program and
 # gives out memory: a start might come last, or a done first, and so share memory with

@@ -140,6 +140,7 @@ for _primitive, _tangent_primitive in (
     (p.fetch_p, p.fetch_p),
     (p.fetch_start_p, p.fetch_tangent_p),
     (p.fetch_tangent_p, p.fetch_tangent_p),
+    (p.fetch_rows_p, p.fetch_rows_p),
 ):
     ad.primitive_jvps[_primitive] = _fetch_jvp(_primitive, _tangent_primitive)
 for _primitive in (p.store_p, p.store_start_p):
@@ -183,6 +184,14 @@ def _place_transpose(
     return [p.fetch_p.bind(ct, index, axis=axis), None]
 
 
+def _fetch_rows_transpose(ct: Any, stack: Any, indices: Any, *, axis: int) -> list[Any]:
+    aval = stack.aval
+    if isinstance(ct, Zero) or not indices.size:
+        return [Zero(aval), None]
+    rows = p.placed_rows(ct, indices, axis=axis, length=aval.shape[axis])
+    return [p.d2h(rows), None]
+
+
 def _fetch_tangent_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> Any:
     del ct, index, axis
     raise NotImplementedError(
@@ -195,6 +204,7 @@ def _fetch_tangent_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> A
 
 
 ad.primitive_transposes[p.fetch_p] = _fetch_transpose
+ad.primitive_transposes[p.fetch_rows_p] = _fetch_rows_transpose
 ad.primitive_transposes[p.fetch_tangent_p] = _fetch_tangent_transpose
 ad.primitive_transposes[p.store_p] = _store_transpose
 ad.primitive_jvps[p.place_p] = _place_jvp
@@ -208,7 +218,10 @@ _MAPPED_INDEX = (
 
 
 def _flatten_rows(stack: Any, dim: int, index: Any, axis: int) -> tuple[Any, Any]:
-    """Returns a batch of stacks as one, and the index of each one's row in it."""
+    """Returns a batch of stacks as one, and the index of each one's row in it.
+
+    `index` may have more dimensions behind that of the batch: several rows of each.
+    """
     if dim != 0 or axis != 0:
         raise NotImplementedError(
             "vmap over both the stack and the index of fetch or store: the stack "
@@ -218,7 +231,8 @@ def _flatten_rows(stack: Any, dim: int, index: Any, axis: int) -> tuple[Any, Any
     size, length = stack.shape[:2]
     flat = jax.lax.reshape(stack, (size * length, *stack.shape[2:]))
     clamped = jnp.clip(index, 0, length - 1)
-    return flat, jnp.arange(size, dtype=jnp.int32) * length + clamped
+    first = jnp.arange(size, dtype=jnp.int32) * length
+    return flat, first.reshape(size, *(1,) * (index.ndim - 1)) + clamped
 
 
 def _batch_fetch(primitive: Any) -> Any:
@@ -235,13 +249,25 @@ def _batch_fetch(primitive: Any) -> Any:
             raise NotImplementedError(_MAPPED_INDEX)
         if _is_mapped(dims[0]):
             stack, index = _flatten_rows(stack, dims[0], index, axis)
-        rows = jax.lax.map(
-            lambda i: jax.lax.optimization_barrier(p.fetch_p.bind(stack, i, axis=axis)),
-            index,
-        )
+        rows = p.fetch_rows_p.bind(stack, index, axis=axis)
         return rows, 0
 
     return batch
+
+
+def _batch_fetch_rows(
+    args: Sequence[Any], dims: Sequence[Any], *, axis: int
+) -> tuple[Any, int]:
+    stack, indices = args
+    if not _is_mapped(dims[1]):
+        shifted = axis + (dims[0] <= axis)
+        rows = p.fetch_rows_p.bind(stack, indices, axis=shifted)
+        return rows, 1 + dims[0] - (dims[0] > shifted)
+    indices = jnp.moveaxis(indices, dims[1], 0)
+    if _is_mapped(dims[0]):
+        stack, indices = _flatten_rows(stack, dims[0], indices, axis)
+    rows = p.fetch_rows_p.bind(stack, indices.reshape(-1), axis=axis)
+    return rows.reshape(*indices.shape, *rows.shape[1:]), 0
 
 
 def _batch_store(primitive: Any) -> Any:
@@ -294,6 +320,7 @@ def _batch_place(
 
 for _primitive in (p.fetch_p, p.fetch_start_p, p.fetch_tangent_p):
     batching.primitive_batchers[_primitive] = _batch_fetch(_primitive)
+batching.primitive_batchers[p.fetch_rows_p] = _batch_fetch_rows
 for _primitive in (p.store_p, p.store_start_p):
     batching.primitive_batchers[_primitive] = _batch_store(_primitive)
 

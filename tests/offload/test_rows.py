@@ -286,3 +286,66 @@ def test_gradients_of_gradients_and_batches_of_them():
         ours = over(jax.grad(functools.partial(cubes, tb.fetch, 1)))(tb.to_host(stacks))
         theirs = over(jax.grad(functools.partial(cubes, row, 1)))(stacks)
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+ROWS_OF_A_BATCH = {
+    "grad_vmap": lambda f: jax.grad(
+        lambda s, i: (jax.vmap(f, (None, 0))(s, i) ** 3).sum()
+    ),
+    "grad_vmap_vmap": lambda f: jax.grad(
+        lambda s, i: (
+            jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(s, i.reshape(2, 2)) ** 3
+        ).sum()
+    ),
+    "vmap_grad": lambda f: jax.vmap(
+        jax.grad(lambda s, i: (f(s, i) ** 3).sum()), (None, 0)
+    ),
+    "jacrev_vmap": lambda f: jax.jacrev(jax.vmap(f, (None, 0))),
+    "grad_vmap_over_both": lambda f: jax.grad(
+        lambda s, i: (
+            jax.vmap(jax.vmap(f, (None, 0)))(in_halves(s), i.reshape(2, 2)) ** 3
+        ).sum()
+    ),
+}
+
+
+def in_halves(s):
+    return s.reshape(2, s.shape[0] // 2, *s.shape[1:])
+
+
+@pytest.mark.parametrize("order", ROWS_OF_A_BATCH)
+def test_gradients_of_a_batch_of_rows(order):
+    transform = ROWS_OF_A_BATCH[order]
+    stack, i = values((4, 2, 3)), jnp.array([0, 2, 2, -1])
+    ours = jax.jit(transform(tb.fetch))(tb.to_host(stack), i)
+    assert ours.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(ours, transform(row)(stack, i), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("order", ["grad_vmap", "vmap_grad"])
+def test_gradients_of_a_batch_of_rows_of_each_shard(axis_type, order):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
+    transform = ROWS_OF_A_BATCH[order]
+    stack, i = values((4, 2, 8)), jnp.array([0, 2, 2, -1])
+    sharded = jax.device_put(stack, NamedSharding(mesh, P(None, None, "x")))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(transform(tb.fetch))(tb.to_host(sharded), i)
+    assert ours.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(ours, transform(row)(stack, i), rtol=1e-6)
+
+
+def test_gradients_of_a_batch_of_rows_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    transform = ROWS_OF_A_BATCH["grad_vmap"]
+    stack, i = values((4, 2, 8)), jnp.array([0, 2, 2, -1, 1, 1, 0, 3])
+    sharded = jax.device_put(stack, NamedSharding(mesh, P(None, None, "x")))
+    spec = P(None, None, "x")
+    mapped = jax.shard_map(
+        transform(tb.fetch),
+        mesh=mesh,
+        in_specs=(spec, P()),
+        out_specs=spec,
+    )
+    ours = jax.jit(mapped)(tb.to_host(sharded), i)
+    np.testing.assert_allclose(ours, transform(row)(stack, i), rtol=1e-6)

@@ -341,6 +341,28 @@ def test_a_layer_may_itself_be_rematerialized():
     assert_close(ours, jax.grad(lambda x: reference(layer, stack, x).sum())(x))
 
 
+def test_without_compilation():
+    stack, xs = values(3, 8, 8, scale=1 / 3), values(2, 3, 8, seed=9)
+    host = tb.to_host(stack)
+    with jax.disable_jit():
+        result = tb.scan_layers(lambda w, x: jnp.tanh(x @ w), host, xs[0])
+        grads = jax.vmap(jax.grad(functools.partial(squared, tb.scan_layers), (0, 1)))
+        grads = grads(tb.to_host(jnp.stack([stack, stack])), xs)
+        both = tb.overlap(
+            jnp.sin,
+            xs,
+            fetch=host,
+            offload=(xs, xs),
+            out=(tb.to_host(jnp.zeros_like(xs)), tb.to_host(jnp.zeros_like(xs))),
+        )
+    assert_close(result, reference(lambda w, x: jnp.tanh(x @ w), stack, xs[0]))
+    plain = jax.vmap(jax.grad(functools.partial(squared, reference), (0, 1)), (None, 0))
+    assert_close(grads, plain(stack, xs))
+    assert_close(both, (jnp.sin(xs), stack, (xs, xs)))
+    kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(both)]
+    assert kinds == ["device", "device", "pinned_host", "pinned_host"]
+
+
 def test_second_call_with_other_shapes():
     def f(w, x):
         return jnp.tanh(x @ w)
