@@ -1,5 +1,6 @@
 """Mixture-of-experts exchange between the devices along a mesh axis."""
 
+from jax_turbobus._export import export_checks as export_checks
 from jax_turbobus.moe._choice import choose_schedule as choose_schedule
 from jax_turbobus.moe._combine import combine as combine
 from jax_turbobus.moe._dispatch import dispatch as dispatch

@@ -118,15 +118,33 @@ mlir.register_lowering(_send_p, _lower_send_cpu, platform="cpu")
 
 
 def _bind(
-    primitive: Any, routing: Routing, rank: jax.Array, *operands: jax.Array
+    op: tuple[Any, Any],
+    routing: Routing,
+    rank: jax.Array,
+    *operands: jax.Array,
+    expert_ids: jax.Array,
 ) -> Any:
+    """Returns the results of an exchange; `op` is its primitive and their avals.
+
+    Where there is no choice nothing is exchanged and all results are zero. A key there
+    would be a call with a side effect in a program without arguments: XLA takes empty
+    ones for constants, and does not compile that.
+    """
+    primitive, out_avals = op
+    params = {
+        "num_rows": routing.num_rows,
+        "num_local_experts": routing.num_local_experts,
+    }
+    if expert_ids.size == 0:
+        avals = out_avals(*operands, **params)
+        nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        return _matching.vary_alike(routing.group, (rank, *nothing))[1:]
     return primitive.bind(
         _matching.keys_of(routing.group, operands),
         rank,
         *operands,
         axes=routing.group.axes,
-        num_rows=routing.num_rows,
-        num_local_experts=routing.num_local_experts,
+        **params,
         **routing.attributes,
     )
 
@@ -135,7 +153,14 @@ def send(
     routing: Routing, rank: jax.Array, tokens: jax.Array, expert_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
-    rows, group_sizes, wanted, slots = _bind(_send_p, routing, rank, tokens, expert_ids)
+    rows, group_sizes, wanted, slots = _bind(
+        (_send_p, _send_avals),
+        routing,
+        rank,
+        tokens,
+        expert_ids,
+        expert_ids=expert_ids,
+    )
     return rows, group_sizes, wanted, slots
 
 
@@ -147,7 +172,15 @@ def send_grad(
     slots: jax.Array,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's row gradients, added up."""
-    (sums,) = _bind(_send_grad_p, routing, rank, row_grads, expert_ids, slots)
+    (sums,) = _bind(
+        (_send_grad_p, _bring_avals),
+        routing,
+        rank,
+        row_grads,
+        expert_ids,
+        slots,
+        expert_ids=expert_ids,
+    )
     return sums  # type: ignore[no-any-return]
 
 
@@ -160,7 +193,16 @@ def bring(
     slots: jax.Array,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's rows, weighted and added up."""
-    (sums,) = _bind(_bring_p, routing, rank, rows, expert_ids, slots, weights)
+    (sums,) = _bind(
+        (_bring_p, _bring_avals),
+        routing,
+        rank,
+        rows,
+        expert_ids,
+        slots,
+        weights,
+        expert_ids=expert_ids,
+    )
     return sums  # type: ignore[no-any-return]
 
 
@@ -176,7 +218,7 @@ def bring_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of `bring` in its rows and weights."""
     row_grads, weight_grads = _bind(
-        _bring_grad_p,
+        (_bring_grad_p, _bring_grad_avals),
         routing,
         rank,
         sum_grads,
@@ -185,5 +227,6 @@ def bring_grad(
         slots,
         weights,
         group_sizes,
+        expert_ids=expert_ids,
     )
     return row_grads, weight_grads

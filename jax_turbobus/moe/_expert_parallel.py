@@ -144,4 +144,6 @@ def _chunk(x: jax.Array, begin: int, size: int, fill: int) -> jax.Array:
     """Returns rows ``[begin, begin + size)``, filled up where `x` ends."""
     part = x[begin : begin + size]
     missing = size - part.shape[0]
+    if not missing:
+        return part
     return jnp.pad(part, ((0, missing), (0, 0)), constant_values=fill)

@@ -95,6 +95,84 @@ def test_c13_a_rank_without_tokens_receives_all_the_others():
     assert sent.total_bytes == 12 * H * 4  # One copy for each token, not six.
 
 
+def test_c09_stages_of_a_pipeline_exchange_in_turn():
+    """https://github.com/marin-community/marin/issues/7655.
+
+    A group whose branch has an exchange runs beside one whose branch has none.
+    """
+    mesh = make_mesh((2, 4), ("stage", "expert"))
+    ids = jnp.asarray(routing("distinct", 8, 6, 2, 8).reshape(-1, 2))
+    tokens, weights = integers((48, H), seed=1), integers((48, 2), seed=2, most=1)
+    scale = integers((8, H), seed=3, most=1)
+    layer = scaling_layer(8, "expert")
+
+    def step(tokens, ids, weights, scale):
+        stage = lax.axis_index("stage")
+        for turn in range(4):
+            tokens = lax.cond(
+                stage == turn % 2,
+                lambda x: layer(x, ids, weights, scale),
+                lambda x: x,
+                tokens,
+            )
+            # What the stages hand on, and what they all share.
+            tokens = lax.ppermute(tokens, "stage", [(0, 1), (1, 0)])
+            tokens = tokens + 0 * lax.psum(tokens.sum(), ("stage", "expert"))
+        return tokens
+
+    spec = P(("stage", "expert"))
+    run = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(spec, spec, spec, P("expert")), out_specs=spec
+        )
+    )
+    halves = list(jnp.split(tokens, 2))
+    parts = list(zip(jnp.split(ids, 2), jnp.split(weights, 2), strict=True))
+    for turn in range(4):
+        halves[turn % 2] = dense(scale)(halves[turn % 2], *parts[turn % 2])
+        halves = halves[::-1]
+    want = jnp.concatenate(halves)
+    for _ in range(30):
+        np.testing.assert_array_equal(run(tokens, ids, weights, scale), want)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_c12_gradients_where_nobody_has_a_token(num_chunks):
+    """Nothing but empty operands, too: XLA takes them for constants."""
+    none = (jnp.zeros((0, H)), jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2)))
+
+    def layer(tokens, ids, weights):
+        options = {"num_experts": 8, "axis_name": "x", "recv_capacity": 4}
+        if num_chunks:
+            return moe.expert_parallel(
+                lambda rows, _: jnp.sin(rows),
+                tokens,
+                ids,
+                weights,
+                num_chunks=num_chunks,
+                **options,
+            )
+        rows, sizes, state = moe.dispatch(tokens, ids, weights, **options)
+        return moe.combine(rows + sizes.sum(), state)
+
+    def step(tokens, ids, weights):
+        loss = lambda x, w: layer(x, ids, w).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1))(tokens, weights)
+
+    outside = jax.grad(
+        lambda x, w: on_mesh(layer, make_mesh())(x, none[1], w).sum(), (0, 1)
+    )
+    inside = on_mesh(step, make_mesh())
+    for got in (jax.jit(inside)(*none), jax.jit(outside)(none[0], none[2])):
+        assert [g.shape for g in got] == [(0, H), (0, 2)]
+    rows, sizes, wanted, overflow = run_dispatch(
+        np.zeros((R, 0, 2), np.int32), 8, recv_capacity=4
+    )
+    assert rows.shape == (R, 4, H)
+    for x in (rows, sizes, wanted, overflow):
+        assert not np.asarray(x).any()
+
+
 def test_c15_gradient_where_a_rank_has_no_rows():
     """https://github.com/NVIDIA/Megatron-LM/pull/4851."""
     ids = jnp.asarray(routing("first_rank", R, 6, 2, 8).reshape(-1, 2))
@@ -354,6 +432,81 @@ def test_c45_nan_in_padding_never_gets_out(options):
     assert value == want
     for g, w in zip(grads, grads_want, strict=True):
         np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_capacity": 40}])
+def test_c45_an_expert_that_is_not_finite_on_padding(options):
+    """No mask in the expert: NaN on padding in its results and in its cotangents."""
+    ids = jnp.asarray(routing("last_expert_or_none", R, 8, 2, 8).reshape(-1, 2))
+    tokens, weights = integers((R * 8, H), seed=1) + 0.5, integers((R * 8, 2), seed=2)
+
+    def normed(x):
+        return x / jnp.abs(x).sum(-1, keepdims=True)  # 0 / 0 on padding
+
+    def layer(tokens, ids, weights):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=8, axis_name="x", **options
+        )
+        rows = normed(rows)
+        return moe.combine(rows, state), jnp.isnan(rows).any()[None]
+
+    mapped = on_mesh(layer, make_mesh())
+
+    def loss(x, w):
+        y, has_nan = mapped(x, ids, w)
+        return (y**2).sum(), has_nan
+
+    def want(x, w):
+        y = ref.moe_layer(x, ids, w, lambda _, x: normed(x), 8)
+        return (y**2).sum()
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(tokens, weights)
+    (value, has_nan), grads = got
+    assert has_nan.all()
+    value_want, grads_want = jax.value_and_grad(want, (0, 1))(tokens, weights)
+    np.testing.assert_allclose(value, value_want, rtol=1e-5)
+    for g, w in zip(grads, grads_want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"expert_capacity": 40}, {"recv_capacity": 30}]
+)
+def test_c45_padding_is_zero_in_memory_that_held_something_else(options):
+    """Out of dispatch, and out of combine's gradient; docs/moe.md, "Padding"."""
+    ids = jnp.asarray(routing("last_expert_or_none", R, 8, 2, 8).reshape(-1, 2))
+
+    def step(tokens, ids, weights, junk):
+        # Freed before the exchange: its memory is what the rows may get.
+        spent = jnp.sin(junk * jnp.nan).sum() * 0
+        tokens = jnp.where(jnp.isnan(spent), tokens, tokens + 1)
+        rows, sizes, state = moe.dispatch(
+            tokens, ids, weights, num_experts=8, axis_name="x", **options
+        )
+        _, pull = jax.vjp(lambda rows: moe.combine(rows, state), rows * jnp.nan)
+        grads = pull(tokens * 3)[0].reshape(-1, H)
+        rows = rows.reshape(-1, H)
+        expert = expert_of_rows(sizes, rows.shape[0], options.get("expert_capacity"))
+        padding = (expert < 0)[:, None]
+
+        def num_dirty(x):
+            return (jnp.where(padding, x, 0) != 0).sum()[None]
+
+        return (
+            padding.sum()[None],
+            num_dirty(rows) + num_dirty(grads),
+            (grads[:, 0] > 0).sum()[None],
+            sizes.sum()[None],
+        )
+
+    run = jax.jit(on_mesh(step, make_mesh()))
+    args = (jnp.ones((R * 8, H)), ids, jnp.ones((R * 8, 2)))
+    for _ in range(20):
+        junk = jnp.full((R * 64, H), jnp.nan)
+        padding, dirty, has_grad, sizes = map(np.asarray, run(*args, junk))
+        assert padding.sum() > 0
+        assert not dirty.any()
+        np.testing.assert_array_equal(has_grad, sizes)
 
 
 def test_c49_duplicate_ids_add_up():

@@ -1,6 +1,7 @@
 """Calls that look alike are never confused, and a missing rank never hangs."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -69,11 +70,14 @@ def test_independent_exchanges_beside_psum_under_many_schedules():
 
     args = inputs(4, 8)
     run = jax.jit(on_mesh(step, make_mesh()))
-    want = run(*args)
-    np.testing.assert_array_equal(want[0], 2 * (args[0] + 1))
+    x = np.asarray(args[0]).reshape(4, 8, H)
+    want = (
+        2 * (args[0] + 1),
+        2 * x[:, ::-1, ::-1].reshape(4 * 8, H),
+        np.tile(x.sum(0), (4, 1)),
+    )
     for _ in range(200):
-        got = run(*args)
-        for g, w in zip(got, want, strict=True):
+        for g, w in zip(run(*args), want, strict=True):
             np.testing.assert_array_equal(g, w)
 
 
@@ -191,26 +195,77 @@ def test_a_late_rank_fails_the_call_on_all_ranks_in_bounded_time(
         jax.block_until_ready(layer(True)(*args))
     waited = time.monotonic() - start
     message = str(caught.value)
+    assert f"jax_turbobus: {late} over axis 'x'" in message
+    assert_tells_who_is_late(message)
+    assert waited < 30
+    # Nobody is left waiting, and the next exchange works.
+    assert_none_is_open()
+    np.testing.assert_array_equal(layer(False)(*args), want)
+
+
+def assert_tells_who_is_late(message):
     for part in (
         "DEADLINE_EXCEEDED",
-        f"jax_turbobus: {late} over axis 'x'",
         "rank 2 of 4 did not come within 0.5 s",
-        "ranks 0, 1, 3 waited for",
         "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S",
     ):
         assert part in message
-    assert waited < 30
-    # Nobody is left waiting, and the next exchange works.
+    found = re.search(r"ranks 0, 1, 3 waited for (\d+) bytes", message)
+    assert found, message
+    assert int(found[1]) > 0
+
+
+def assert_none_is_open():
+    num_open = _ffi.core().num_open_exchanges
     for _ in range(100):
         if not num_open():
             break
         time.sleep(0.1)
     assert num_open() == 0
-    np.testing.assert_array_equal(layer(False)(*args), want)
 
 
-def num_open():
-    return _ffi.core().num_open_exchanges()
+@pytest.mark.parametrize("late", ["forward", "gradient"])
+def test_a_late_rank_fails_ragged_all_to_all_too(
+    short_timeout, two_seconds_of_work, late
+):
+    del short_timeout
+    sizes = jnp.full(4, 2)
+
+    def be_late(x):
+        return compute(x, jnp.where(lax.axis_index("x") == 2, two_seconds_of_work, 1))
+
+    @jax.custom_vjp
+    def delayed_gradient(x):
+        return x
+
+    delayed_gradient.defvjp(lambda x: (x, None), lambda _, g: (be_late(g),))
+
+    def step(is_delayed):
+        def run(x):
+            me = lax.axis_index("x")
+            plan = (jnp.arange(4) * 2, sizes, jnp.repeat(me * 2, 4), sizes)
+            # A first exchange, so that the second one's key is known early.
+            x = moe.ragged_all_to_all(x, x * 0, *plan, axis_name="x")
+            x = be_late(x) if is_delayed and late == "forward" else x
+            y = moe.ragged_all_to_all(x, x * 0, *plan, axis_name="x")
+            return delayed_gradient(y) if is_delayed and late == "gradient" else y
+
+        def per_rank(x):
+            y, pull = jax.vjp(run, x)
+            return pull(y)[0] if late == "gradient" else y
+
+        return jax.jit(on_mesh(per_rank, make_mesh()))
+
+    x = integers((4 * 8, H))
+    want = step(False)(x)
+    np.testing.assert_array_equal(want, x)  # Twice there, or there and back.
+    start = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ragged_all_to_all") as caught:
+        jax.block_until_ready(step(True)(x))
+    assert time.monotonic() - start < 30
+    assert_tells_who_is_late(str(caught.value))
+    assert_none_is_open()
+    np.testing.assert_array_equal(step(False)(x), want)
 
 
 def test_the_timeout_is_read_from_the_environment():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import moe_reference as ref
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_mesh import integers, make_mesh, on_mesh, routing, scaling_layer
@@ -375,6 +375,33 @@ def test_lowering_for_an_abstract_mesh():
     text = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "turbobus_moe_dispatch" in text
     assert "turbobus_moe_combine" in text
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_an_exported_program_exchanges_after_a_round_trip(is_ragged):
+    mesh = make_mesh()
+    args = inputs(4)
+    layer = scaling_layer(E)
+    want = dense(*args)
+    if is_ragged:
+        args, want = args[:1], args[0]
+
+        def layer(x):
+            sizes = jnp.full(4, T // 4)
+            plan = (jnp.arange(4) * (T // 4), sizes)
+            back = (jnp.full(4, lax.axis_index("x") * (T // 4)), sizes)
+            for _ in range(2):
+                x = moe.ragged_all_to_all(x, x, *plan, *back, axis_name="x")
+            return x
+
+    sharded = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in args]
+    mapped = jax.jit(on_mesh(layer, mesh))
+    with pytest.raises(ValueError, match="Cannot serialize code with custom calls"):
+        export.export(mapped)(*sharded)
+    checks = moe.export_checks()
+    exported = export.export(mapped, disabled_checks=checks)(*sharded)
+    again = export.deserialize(exported.serialize())
+    assert_same(jax.jit(again.call)(*sharded), want)
 
 
 def test_the_result_varies_over_the_axis_like_any_other():

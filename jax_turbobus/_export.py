@@ -1,4 +1,4 @@
-"""What `jax.export` needs to be told about the offload calls."""
+"""What `jax.export` needs to be told about our calls."""
 
 from jax.export import DisabledSafetyCheck
 
@@ -8,7 +8,7 @@ __all__ = ["export_checks"]
 
 
 def export_checks() -> list[DisabledSafetyCheck]:
-    """Returns the checks to switch off for programs with offload calls in them.
+    """Returns the checks to switch off for programs with calls of ours in them.
 
     JAX refuses to export custom calls that it does not know. Ours keep the meaning
     of a name for good: one whose operands change gets a new name. To be passed on
