@@ -283,3 +283,64 @@ def test_the_timeout_is_read_from_the_environment():
         assert bad.returncode != 0
         message = "EXCHANGE_TIMEOUT_S: seconds: expected a positive number, from 0.001"
         assert message in bad.stderr
+
+
+SKIPS = """
+import jax, jax.numpy as jnp
+from jax import lax
+from moe_mesh import make_mesh, on_mesh
+from jax_turbobus import moe
+
+moe.set_exchange_timeout(0.5)
+
+def call(x):
+    ids = jnp.zeros((len(x), 1), jnp.int32)
+    rows, _, state = moe.dispatch(
+        x, ids, jnp.ones((len(x), 1)), num_experts=8, axis_name="expert")
+    return moe.combine(rows, state)
+
+def ragged(x):
+    part, at = jnp.full(4, 2), jnp.arange(0, 8, 2)
+    return moe.ragged_all_to_all(x, x, at, part, at, part, axis_name="expert")
+
+def step(x):
+    for _ in range(3):
+        x = x + CALL(x)
+    here = (lax.axis_index("data") == 1) & (lax.axis_index("expert") == 2)
+    return lax.cond(here, lambda x: x, CALL, x)
+
+mesh = make_mesh((2, 4), ("data", "expert"))
+run = jax.jit(on_mesh(step, mesh, ("data", "expert")))
+jax.block_until_ready(run(jnp.ones((64, 200))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "what"), [("call", "dispatch"), ("ragged", "ragged_all_to_all")]
+)
+def test_a_rank_that_skips_a_call_is_named(call, what):
+    """XLA's all-gather of the keys then ends the process, in which no rank is named."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SKIPS.replace("CALL", call)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = []
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if "jax_turbobus:" in line:
+                break
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+    expected = (
+        f"jax_turbobus: {what} over axis 'expert': rank 2 of 4 did not come within "
+        "0.5 s; ranks 0, 1, 3 wait in XLA's all-gather"
+    )
+    assert said
+    assert expected in said[-1], "".join(said)
