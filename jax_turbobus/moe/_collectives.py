@@ -36,25 +36,46 @@ class _Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Where everybody's rows go, as one rank knows it.
+class _Rows:
+    """What the rows of this rank are, from everybody's ids and slots.
+
+    Slots are data that a caller may have changed: those outside a result count as none.
 
     Attributes:
       all_ids: ``int32[num_ranks * num_tokens, top_k]``, by (rank, token).
-      token: ``int32[num_rows]``, the token of each of this rank's rows, a row of
-        `all_ids`; its length where a row belongs to none.
+      all_slots: the rows of these choices in the results of their experts' ranks.
+      token: ``int32[num_rows]``, the token of each row, an index of `all_ids`; its
+        length where a row belongs to none.
       expert: ``int32[num_rows]``, the id that chose the row; -1 for none.
-      slots: ``int32[num_tokens, top_k]``, as in `DispatchState`.
-      kept: ``int32[num_experts]``, rows of each expert.
-      wanted: ``int32[num_experts]``, before cuts.
     """
 
     all_ids: jax.Array
+    all_slots: jax.Array
     token: jax.Array
     expert: jax.Array
-    slots: jax.Array
-    kept: jax.Array
-    wanted: jax.Array
+
+    @classmethod
+    def of(cls, all_ids: jax.Array, all_slots: jax.Array, sizes: _Sizes) -> "_Rows":
+        num_tokens, top_k = all_ids.shape
+        me = lax.axis_index(sizes.axes)
+        is_mine = (all_ids >= 0) & (all_ids // sizes.num_local == me)
+        is_mine &= (all_slots >= 0) & (all_slots < sizes.num_rows)
+        row = jnp.where(is_mine, all_slots, sizes.num_rows).reshape(-1)
+        token = jnp.repeat(jnp.arange(num_tokens, dtype=jnp.int32), top_k)
+        none = jnp.full(sizes.num_rows, -1, jnp.int32)
+        return cls(
+            all_ids=all_ids,
+            all_slots=all_slots,
+            token=(none + 1 + num_tokens).at[row].set(token, mode="drop"),
+            expert=none.at[row].set(all_ids.reshape(-1), mode="drop"),
+        )
+
+    @classmethod
+    def gathered(
+        cls, expert_ids: jax.Array, slots: jax.Array, sizes: _Sizes
+    ) -> "_Rows":
+        both = _gather(jnp.stack([expert_ids, slots], -1), sizes)
+        return cls.of(both[..., 0], both[..., 1], sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +94,26 @@ class _Plan:
     def chose(self) -> jax.Array:
         """Returns ``bool[num_rows, top_k]``: which choices of a token are the row."""
         ids = self.all_ids.at[self.token].get(mode="fill", fill_value=-2)
-        return ids == self.expert[:, None]
+        slots = self.all_slots.at[self.token].get(mode="fill", fill_value=-2)
+        row = jnp.arange(len(self.token))
+        return (ids == self.expert[:, None]) & (slots == row[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Where everybody's rows go.
+
+    Attributes:
+      rows: this rank's.
+      slots: ``int32[num_tokens, top_k]``, as in `DispatchState`.
+      kept: ``int32[num_experts]``, rows of each expert.
+      wanted: ``int32[num_experts]``, before cuts.
+    """
+
+    rows: _Rows
+    slots: jax.Array
+    kept: jax.Array
+    wanted: jax.Array
 
 
 def _cut(wanted: jax.Array, sizes: _Sizes) -> jax.Array:
@@ -135,22 +175,15 @@ def _plan(expert_ids: jax.Array, sizes: _Sizes) -> _Plan:
     is_kept = place < at_expert(kept, 0)
     row = jnp.where(is_kept, at_expert(first_row, 0) + place, -1).astype(jnp.int32)
 
+    slots = jnp.zeros(num_choices, jnp.int32).at[order].set(row).reshape(-1, top_k)
     me = lax.axis_index(sizes.axes)
-    is_mine = is_kept & (by_expert // sizes.num_local == me)
-    my_row = jnp.where(is_mine, row, sizes.num_rows)
-    token = jnp.full(sizes.num_rows, all_ids.shape[0], jnp.int32)
-    of_row = jnp.full(sizes.num_rows, -1, jnp.int32)
-    slots = jnp.zeros(num_choices, jnp.int32).at[order].set(row)
-    my_slots = lax.dynamic_slice_in_dim(
-        slots.reshape(-1, top_k), me * num_tokens, num_tokens
-    )
+    my_slots = lax.dynamic_slice_in_dim(slots, me * num_tokens, num_tokens)
     same = expert_ids[:, :, None] == expert_ids[:, None, :]
     is_mine_masked = (expert_ids < 0) | (expert_ids >= nobody)
     shared = jnp.where(same, my_slots[:, None, :], -1).max(-1, initial=-1)
     return _Plan(
-        all_ids=all_ids,
-        token=token.at[my_row].set(order // max(1, top_k), mode="drop"),
-        expert=of_row.at[my_row].set(by_expert, mode="drop"),
+        # Of choices that share a row the first one has it.
+        rows=_Rows.of(all_ids, slots, sizes),
         slots=jnp.where(is_mine_masked, -1, shared),
         kept=kept.reshape(-1),
         wanted=wanted.reshape(-1),
@@ -184,7 +217,7 @@ def _accumulated(x: jax.Array) -> jax.Array:
 
 def _send(sizes: _Sizes, tokens: jax.Array, expert_ids: jax.Array) -> Any:
     plan = _plan(expert_ids, sizes)
-    rows = plan.at_rows(_gather(tokens, sizes))
+    rows = plan.rows.at_rows(_gather(tokens, sizes))
     mine = lax.axis_index(sizes.axes) * sizes.num_local
     kept, wanted = (
         lax.dynamic_slice_in_dim(x, mine, sizes.num_local)
@@ -196,15 +229,14 @@ def _send(sizes: _Sizes, tokens: jax.Array, expert_ids: jax.Array) -> Any:
 def _send_grad(
     sizes: _Sizes, row_grads: jax.Array, expert_ids: jax.Array, slots: jax.Array
 ) -> Any:
-    del slots  # The plan has them.
-    plan = _plan(expert_ids, sizes)
-    sums = _sum_to_owners(plan.of_tokens(_accumulated(row_grads)), sizes)
+    here = _Rows.gathered(expert_ids, slots, sizes)
+    sums = _sum_to_owners(here.of_tokens(_accumulated(row_grads)), sizes)
     return (sums.astype(row_grads.dtype),)
 
 
-def _row_weights(plan: _Plan, weights: jax.Array, sizes: _Sizes) -> jax.Array:
+def _row_weights(here: _Rows, weights: jax.Array, sizes: _Sizes) -> jax.Array:
     everybodys = _gather(weights, sizes)
-    return jnp.where(plan.chose(), plan.at_rows(everybodys), 0).sum(-1)
+    return jnp.where(here.chose(), here.at_rows(everybodys), 0).sum(-1)
 
 
 def _bring(
@@ -214,10 +246,9 @@ def _bring(
     slots: jax.Array,
     weights: jax.Array,
 ) -> Any:
-    del slots
-    plan = _plan(expert_ids, sizes)
-    weighted = _accumulated(rows) * _row_weights(plan, weights, sizes)[:, None]
-    sums = _sum_to_owners(plan.of_tokens(weighted), sizes)
+    here = _Rows.gathered(expert_ids, slots, sizes)
+    weighted = _accumulated(rows) * _row_weights(here, weights, sizes)[:, None]
+    sums = _sum_to_owners(here.of_tokens(weighted), sizes)
     return (sums.astype(rows.dtype),)
 
 
@@ -230,13 +261,13 @@ def _bring_grad(
     weights: jax.Array,
     group_sizes: jax.Array,
 ) -> Any:
-    del slots, group_sizes
-    plan = _plan(expert_ids, sizes)
-    grads = _accumulated(plan.at_rows(_gather(sum_grads, sizes)))
-    row_grads = grads * _row_weights(plan, weights, sizes)[:, None]
+    del group_sizes
+    here = _Rows.gathered(expert_ids, slots, sizes)
+    grads = _accumulated(here.at_rows(_gather(sum_grads, sizes)))
+    row_grads = grads * _row_weights(here, weights, sizes)[:, None]
     products = (_accumulated(rows) * grads).sum(-1)
-    of_choices = jnp.where(plan.chose(), products[:, None], 0)
-    weight_grads = _sum_to_owners(plan.of_tokens(of_choices), sizes)
+    of_choices = jnp.where(here.chose(), products[:, None], 0)
+    weight_grads = _sum_to_owners(here.of_tokens(of_choices), sizes)
     return row_grads.astype(rows.dtype), weight_grads.astype(weights.dtype)
 
 

@@ -1,5 +1,7 @@
 """Exchanges in plain JAX collectives: what ours give, where ours cannot run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,32 @@ def test_layers_and_gradients_are_the_same(monkeypatch, kind, options):
         return layer(tokens, ids, weights, scale), grad(tokens, weights, scale)
 
     assert_same(*both_ways(monkeypatch, function, *inputs(kind)))
+
+
+@pytest.mark.parametrize("options", CAPACITIES[1::2])
+@pytest.mark.parametrize("field", ["expert_ids", "slots"])
+def test_a_state_changed_after_dispatch_is_obeyed(monkeypatch, field, options):
+    """Rows stay where dispatch put them, whatever choices are masked later."""
+
+    def layer(tokens, ids, weights, mask):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x", **options
+        )
+        changed = jnp.where(mask, getattr(state, field), -1)
+        state = dataclasses.replace(state, **{field: changed})
+        return moe.combine(rows * 2, state)
+
+    mapped = on_mesh(layer, make_mesh())
+
+    def function(tokens, ids, weights, mask):
+        grad = jax.grad(lambda x, w: (mapped(x, ids, w, mask) ** 2).sum(), (0, 1))
+        return mapped(tokens, ids, weights, mask), grad(tokens, weights)
+
+    tokens, ids, weights, _ = inputs("distinct")
+    mask = jnp.asarray(np.random.default_rng(5).random(ids.shape) < 0.5)
+    ours, plain = both_ways(monkeypatch, function, tokens, ids, weights, mask)
+    assert_same(ours, plain)
+    assert np.asarray(ours[0]).any()
 
 
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", "x"), "x"])
