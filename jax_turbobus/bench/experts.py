@@ -20,9 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_turbobus import moe
-from jax_turbobus.bench import peers, routing
+from jax_turbobus.bench import _options, peers, routing
 from jax_turbobus.bench._layer import Layer, ours
 from jax_turbobus.bench._report import Row, alternate
+from jax_turbobus.moe._routing import SCHEDULES
 from jax_turbobus.moe._traffic import ExchangeShape
 
 __all__ = ["add_arguments", "run"]
@@ -32,6 +33,8 @@ _NUM_CPU_DEVICES = 4
 _REEXECUTED = "JAX_TURBOBUS_BENCH_REEXECUTED"
 
 _OURS = "ours"
+_DTYPES = ("float32", "bfloat16", "float16")
+_MOST = 1 << 30
 _EVERYONE = {**peers.EXACT, **peers.DROPPING}
 
 # Bounds on ours / best exact peer: of one forward, of forward and backward.
@@ -82,15 +85,11 @@ def run(args: argparse.Namespace) -> list[Row]:
       of bytes.
 
     Raises:
-      ValueError: sizes or names that do not fit; the message names the option.
+      OptionError: sizes or names that do not fit; the message names the option.
     """
     devices = _devices()
     num_ranks = len(devices)
-    if not args.per_rank and args.tokens % num_ranks:
-        raise ValueError(
-            f"--tokens: expected a multiple of the {num_ranks} devices, got"
-            f" {args.tokens}; or give a rank's tokens with --per-rank"
-        )
+    _check_options(args, num_ranks)
     shape = ExchangeShape(
         tokens_per_rank=args.tokens if args.per_rank else args.tokens // num_ranks,
         hidden=args.hidden,
@@ -114,6 +113,42 @@ def run(args: argparse.Namespace) -> list[Row]:
         schedule = _schedule_of(layer, mine)
     rows += _bytes(shape, expert_ids, args.route, schedule)
     return rows
+
+
+def _check_options(args: argparse.Namespace, num_ranks: int) -> None:
+    """Refuses options before anything is compiled.
+
+    Raises:
+      OptionError: sizes or names that do not fit.
+    """
+    for option, least in (
+        ("tokens", 1),
+        ("hidden", 1),
+        ("experts", 1),
+        ("topk", 1),
+        ("rounds", 1),
+        ("seed", 0),
+    ):
+        _options.check_whole(f"--{option}", getattr(args, option), least, _MOST)
+    if not args.per_rank and args.tokens % num_ranks:
+        raise _options.OptionError(
+            f"--tokens: expected a multiple of the {num_ranks} devices, got"
+            f" {args.tokens}; or give a rank's tokens with --per-rank"
+        )
+    if args.experts % num_ranks:
+        raise _options.OptionError(
+            f"--experts: expected a multiple of the {num_ranks} devices, got"
+            f" {args.experts}; give {-(-args.experts // num_ranks) * num_ranks}"
+        )
+    _options.check_whole("--topk", args.topk, 1, args.experts)
+    _options.check_among("--dtype", args.dtype, _DTYPES)
+    _options.check_among("--schedule", args.schedule, ("auto", *SCHEDULES))
+    for name in args.only.split(",") if args.only else ():
+        _options.check_among("--only", name, _EVERYONE)
+    for slack in args.slack.split(","):
+        if slack != "dropless":
+            _options.check_number("--slack", slack, "positive numbers or 'dropless'")
+    routing.check_option(args.route)
 
 
 def _schedule_of(layer: Layer, scheme: peers.Peer) -> str:
@@ -160,12 +195,7 @@ def _capacity(slack: str, shape: ExchangeShape) -> int:
     }
     if slack == "dropless":
         return moe.required_recv_capacity(**sizes)
-    try:
-        return moe.required_recv_capacity(**sizes, slack=float(slack))
-    except ValueError as error:
-        raise ValueError(
-            f"--slack: expected positive numbers or 'dropless', got {slack!r}"
-        ) from error
+    return moe.required_recv_capacity(**sizes, slack=float(slack))
 
 
 def _label(slack: str) -> str:
@@ -183,11 +213,6 @@ def _name(case: peers.Case, slack: str, route: str) -> str:
 
 def _chosen(only: str) -> dict[str, peers.Peer]:
     names = only.split(",") if only else list(_EVERYONE)
-    for name in names:
-        if name not in _EVERYONE:
-            raise ValueError(
-                f"--only: expected some of {', '.join(_EVERYONE)}, got {name!r}"
-            )
     return {name: _EVERYONE[name] for name in names}
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jax_turbobus as tb
 from jax_turbobus import _compat
-from jax_turbobus.bench import offload_gpu
+from jax_turbobus.bench import _options, offload_gpu
 from jax_turbobus.bench._report import Row, Timing, alternate
 
 __all__ = ["add_arguments", "run"]
@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row for each size, direction and peer; on GPUs, for each case."""
+    _options.check_whole("--rounds", args.rounds, 1, 1 << 20)
     if _compat.has_cuda_devices():
         return offload_gpu.run(args)
+    _options.check_whole("--max-mib", args.max_mib, 0, 1 << 20)
     rows = []
     for size in _SMALL:
         rows += _small(size, args.rounds)

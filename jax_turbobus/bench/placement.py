@@ -14,7 +14,7 @@ import pathlib
 import numpy as np
 import numpy.typing as npt
 
-from jax_turbobus.bench import routing
+from jax_turbobus.bench import _options, routing
 from jax_turbobus.bench._report import Row
 from jax_turbobus.moe import _choice, _placement, _placement_search, _volume
 from jax_turbobus.moe._traffic import ExchangeShape
@@ -73,14 +73,16 @@ def run(args: argparse.Namespace) -> list[Row]:
       busiest link's bytes against experts in order.
 
     Raises:
-      ValueError: unknown names, or a file without the marks.
+      OptionError: unknown names, or a file without the marks.
     """
     machines = args.topology.split(",")
     for name in machines:
-        if name not in MACHINES:
-            raise ValueError(
-                f"--topology: expected some of {', '.join(MACHINES)}, got {name!r}"
-            )
+        _options.check_among("--topology", name, MACHINES)
+    for route in args.route.split(","):
+        routing.check_option(route)
+    if args.markdown:
+        _options.check_file("--markdown", args.markdown)
+        around = _around_table(pathlib.Path(args.markdown))
     rows, lines = [], []
     for machine in machines:
         for route in args.route.split(","):
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 lines.append(markdown(machine, route, costs_work, results))
                 rows += _rows(machine, route, costs_work, results)
     if args.markdown:
-        _write_table(pathlib.Path(args.markdown), lines)
+        _write_table(pathlib.Path(args.markdown), around, lines)
     return rows
 
 
@@ -216,16 +218,26 @@ def markdown(
     return "| " + " | ".join(cells) + " |"
 
 
-def _write_table(path: pathlib.Path, lines: list[str]) -> None:
-    text = path.read_text()
+def _around_table(path: pathlib.Path) -> tuple[str, str]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _options.OptionError(
+            f"--markdown: expected a text with {_BEGIN} and {_END}, got {str(path)!r}: "
+            f"{error}"
+        ) from None
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
-        raise ValueError(
+        raise _options.OptionError(
             f"--markdown: expected {_BEGIN} and {_END} in {path}, found"
             f" {'the first' if begin else 'neither'}"
         )
+    return before + begin, end + after
+
+
+def _write_table(path: pathlib.Path, around: tuple[str, str], lines: list[str]) -> None:
     names = ["in order", "planned", f"planned, {_SPARE_SLOTS} spare slots a rank"]
     head = ["machine", "routing", "regime", *names]
     table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]
-    path.write_text("\n".join([before + begin, *table, end + after]))
+    path.write_text("\n".join([around[0], *table, around[1]]))

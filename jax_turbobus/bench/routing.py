@@ -3,9 +3,34 @@
 import numpy as np
 import numpy.typing as npt
 
+from jax_turbobus.bench import _options
 from jax_turbobus.moe._traffic import ExchangeShape
 
-__all__ = ["expert_ids", "popularity"]
+__all__ = ["check_option", "expert_ids", "popularity"]
+
+_NAMES = ("uniform", "zipf:EXPONENT", "one-hot", "empty-rank")
+_MOST_EXPONENT = 100.0
+
+
+def check_option(route: str) -> None:
+    """Refuses what is no routing, as the option ``--route``.
+
+    Raises:
+      OptionError: it is none.
+    """
+    kind, colon, exponent = route.partition(":")
+    if kind == "zipf":
+        _options.check_number(
+            "--route",
+            exponent,
+            f"zipf:EXPONENT with one from -{_MOST_EXPONENT:g} to {_MOST_EXPONENT:g}",
+            least=-_MOST_EXPONENT,
+            most=_MOST_EXPONENT,
+        )
+    elif colon or route not in _NAMES:
+        raise _options.OptionError(
+            f"--route: expected {', '.join(_NAMES[:-1])} or {_NAMES[-1]}, got {route!r}"
+        )
 
 
 def popularity(

@@ -4,6 +4,7 @@ import argparse
 import time
 
 from jax_turbobus import _ffi, sim
+from jax_turbobus.bench import _options
 from jax_turbobus.bench._report import Row
 from jax_turbobus.topology import Topology
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns decisions per second of one core, and simulated speed-ups."""
+    _options.check_whole("--blocks", args.blocks, 1, 1 << 30)
     rows = [
         Row.make(
             case,

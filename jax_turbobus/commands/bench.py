@@ -2,10 +2,11 @@
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jax_turbobus.bench import _report
+from jax_turbobus.bench import _options, _report
 
 # name -> one line of help. A suite's module is imported only when asked for.
 SUITES: dict[str, str] = {
@@ -50,13 +51,24 @@ def run(args: argparse.Namespace) -> int:
     """Runs a suite and prints its table.
 
     Returns:
-      1 if a required figure was not reached (and `--no-check` not given), else 0.
+      1 if a required figure was not reached (and `--no-check` not given), 2 for an
+      option that cannot be used, else 0.
     """
-    head = _report.header()
-    rows: list[_report.Row] = args.run_suite(args)
+    try:
+        if args.json:
+            _options.check_file("--json", args.json)
+        head = _report.header()
+        rows: list[_report.Row] = args.run_suite(args)
+    except _options.OptionError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     print(_report.table(rows))
     if args.json:
-        _report.write_json(args.json, rows, head)
+        try:
+            _report.write_json(args.json, rows, head)
+        except OSError as error:
+            print(f"bench: --json: cannot be written: {error}", file=sys.stderr)
+            return 2
         print(f"written to {args.json}")
     failed = [row for row in rows if row.failed]
     if failed:

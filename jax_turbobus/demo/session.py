@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jax_turbobus import moe
+from jax_turbobus.bench import _options
 from jax_turbobus.demo import (
     backends,
     emulate,
@@ -78,6 +79,9 @@ def from_arguments(args: argparse.Namespace) -> Options:
         raise ValueError(f"--seed: expected 0 or more, got {args.seed}")
     if args.devices is not None and args.devices < 1:
         raise ValueError(f"--devices: expected at least 1, got {args.devices}")
+    _options.check_folder("--out", args.out)
+    if args.json is not None:
+        _options.check_file("--json", args.json)
     return Options(
         backend=args.backend,
         text=tuple(args.text),
@@ -178,6 +182,7 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
     devices = choose_devices(options, _usable(emulation))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.touch()  # fails now, not after the training
     trainer = Trainer(options.model, options.train, backend, corpus, devices)
     say(_describe(trainer, corpus))

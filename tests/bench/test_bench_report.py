@@ -78,3 +78,46 @@ def test_command_fails_on_a_missed_figure_unless_told_not_to(tmp_path, capsys):
         == 0
     )
     assert json.loads(path.read_text())["rows"][0]["ok"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("offload --rounds 0", "--rounds: expected a whole number from 1 to"),
+        ("offload --max-mib -1", "--max-mib: expected a whole number from 0 to"),
+        ("sched --blocks 0", "--blocks: expected a whole number from 1 to"),
+        ("sched --blocks -5", "--blocks: expected a whole number from 1 to"),
+        (
+            "sched --json /dev",
+            "--json: expected a file that can be written, got",
+        ),
+        ("sched --json /dev/null/x", "'/dev/null' is no folder; give another file"),
+        ("placement --route nope", "--route: expected uniform, zipf:EXPONENT, one-h"),
+        ("placement --topology x", "--topology: expected one of 4xrtx4090, 8xh800"),
+        ("placement --markdown /dev/null", "--markdown: expected <!-- bench placeme"),
+        ("experts --tokens 63", "--tokens: expected a multiple of the 4 devices"),
+        ("experts --tokens 0", "--tokens: expected a whole number from 1 to"),
+        ("experts --route nope", "--route: expected uniform, zipf:EXPONENT, one-hot"),
+        ("experts --route zipf:nan", "--route: expected zipf:EXPONENT with one from"),
+        ("experts --slack x", "--slack: expected positive numbers or 'dropless'"),
+        ("experts --slack 1.25,inf", "--slack: expected positive numbers or 'drop"),
+        ("experts --only nope", "--only: expected one of allgather_filter"),
+        ("experts --schedule nope", "--schedule: expected one of auto, packed"),
+        (
+            "experts --experts 6",
+            "--experts: expected a multiple of the 4 devices",
+        ),
+        ("experts --topk 9 --experts 8", "--topk: expected a whole number from 1 to 8"),
+        ("experts --dtype float33", "--dtype: expected one of float32"),
+        ("experts --dtype int4", "--dtype: expected one of float32"),
+        ("experts --rounds 0", "--rounds: expected a whole number from 1 to"),
+        ("experts --seed -1", "--seed: expected a whole number from 0 to"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line_and_status_2(arguments, message, capsys):
+    assert main(["bench", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("bench: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1

@@ -158,3 +158,21 @@ def test_interrupt_ends_it_without_a_traceback(tmp_path):
     assert process.returncode == 130, stderr
     assert "demo: interrupted" in stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--out", "--out: expected a folder that can be made or written to, got '"),
+        ("--json", "is no folder; give another file"),
+    ],
+)
+def test_results_that_could_not_be_written_are_refused_before_the_training(
+    option, message, tmp_path, capsys
+):
+    file = tmp_path / "file"
+    file.touch()
+    assert __main__.main(["demo", option, str(file / "x")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"demo: {option}: ")
+    assert message in error

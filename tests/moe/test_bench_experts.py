@@ -158,16 +158,6 @@ def test_the_bench_runs_and_records(tmp_path, capsys):
     assert moved["allgather_filter"] < 1
 
 
-def test_bad_options_are_named():
-    for option, value, message in (
-        ("--tokens", "255", "--tokens: expected a multiple of the 4 devices"),
-        ("--slack", "wide", "--slack: expected positive numbers or 'dropless'"),
-        ("--only", "nobody", "--only: expected some of allgather_filter"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            main(["bench", "experts", *SMALL, option, value])
-
-
 def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
     parser_args = type("Args", (), {"route": "uniform", "only": ""})()
     shape = ExchangeShape(1024, 1024, 32, 2, 4, "float32")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jax_turbobus import _ffi
+from jax_turbobus.bench import _options
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.offload_gpu import engine, neighbours, programs, transfers
 from jax_turbobus.bench.offload_gpu._setup import Setup
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     Args:
       args: what `add_arguments` defines.
     """
+    _options.check_whole("--shrink", args.shrink, 1, 1 << 20)
     _ffi.register()
     setup = Setup(jax.devices(args.platform), args.rounds, args.shrink)
     rows: list[Row] = []
