@@ -375,7 +375,9 @@ TEST(ExchangeTest, GradientsOfRowsThatNoSlotNamesAreZero) {
           for (int32_t& id : layer.ids[r]) id = random() % 2 ? id : -1;
           break;
         case 1:
-          for (int32_t& slot : layer.slots[r]) slot = random() % 9;
+          for (int32_t& slot : layer.slots[r]) {
+            slot = random() % 2 ? slot : kNoRow;
+          }
           break;
         case 2:
           for (int32_t& size : layer.group_sizes[r]) size += random() % 5;
