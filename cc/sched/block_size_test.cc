@@ -14,14 +14,15 @@ TEST(BlockSizeTest, UnderHalfABlockIsSmallAndStaysWhole) {
   EXPECT_EQ(BlockBytes(1, 16 * kMib), 1);
 }
 
-TEST(BlockSizeTest, MiddlingTransfersAreCutIntoAboutEight) {
+TEST(BlockSizeTest, MiddlingTransfersAreCutIntoAboutSixteen) {
   EXPECT_EQ(BlockBytes(8 * kMib, 16 * kMib), kMib);
-  EXPECT_EQ(BlockBytes(32 * kMib, 16 * kMib), 4 * kMib);
-  EXPECT_EQ(BlockBytes(33 * kMib, 16 * kMib), 4 * kMib + kBlockAlignment);
+  EXPECT_EQ(BlockBytes(16 * kMib, 16 * kMib), kMib);
+  EXPECT_EQ(BlockBytes(64 * kMib, 16 * kMib), 4 * kMib);
+  EXPECT_EQ(BlockBytes(65 * kMib, 16 * kMib), 4 * kMib + kBlockAlignment);
 }
 
 TEST(BlockSizeTest, LongTransfersGetFullBlocks) {
-  EXPECT_EQ(BlockBytes(128 * kMib, 16 * kMib), 16 * kMib);
+  EXPECT_EQ(BlockBytes(256 * kMib, 16 * kMib), 16 * kMib);
   EXPECT_EQ(BlockBytes(int64_t{1} << 40, 16 * kMib), 16 * kMib);
 }
 

@@ -126,6 +126,13 @@ def test_h800_reaches_the_papers_figures():
     assert direct / sim.simulate(topology, job).makespan_ns > 3.5
 
 
+@pytest.mark.parametrize("mib", [16, 32, 64, 128, 256])
+def test_middling_transfers_lose_little_to_equal_shares_where_caps_are_shared(mib):
+    job = [sim.Transfer(0, mib << 20)]
+    equal = sim.simulate("8xh800", job, "equal", max_links=4).makespan_ns
+    assert sim.simulate("8xh800", job).makespan_ns < 1.2 * equal
+
+
 def test_chunks_and_block_allocation_cut_the_mean_of_mixed_sizes(capsys):
     assert main(["sim", "dgx-v100", "--workload", "bimodal", "--json"]) == 0
     policies = json.loads(capsys.readouterr().out)["policies"]
