@@ -95,7 +95,10 @@ def beside(
     Returns:
       Its result, and what the transfers moved.
     """
-    in_flight = [t.start.bind(*t.operands, **t.params) for t in transfers]
+    anchors = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    in_flight = [
+        t.start.bind(*_anchored(t.operands, anchors), **t.params) for t in transfers
+    ]
     started = _mark(in_flight)
     args = jax.tree.map(lambda x: _after(x, started), args)
     args, in_flight = _tie(args, in_flight)
@@ -109,6 +112,13 @@ def beside(
     # Whoever uses one of these keeps the second half of all transfers.
     result, moved = _tie(result, moved)
     return result, moved
+
+
+def _anchored(operands: tuple[Any, ...], anchors: list[Any]) -> tuple[Any, ...]:
+    """Returns the operands, one of them (of rows: the index) not before `anchors`."""
+    n = min(1, len(operands) - 1)
+    anchored = p.anchor_p.bind(operands[n], *anchors)
+    return (*operands[:n], anchored, *operands[n + 1 :])
 
 
 def _mark(tree: Tree) -> list[Any]:

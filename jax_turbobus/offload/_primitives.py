@@ -24,6 +24,7 @@ from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_
 
 __all__ = [
     "after_p",
+    "anchor_p",
     "batch_p",
     "buffer_p",
     "d2h",
@@ -634,6 +635,14 @@ total_p: Any = Primitive("turbobus_total")
 total_p.def_abstract_eval(lambda grad, stack, batch: grad)
 total_p.def_impl(lambda grad, stack, batch: grad)
 mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
+
+# `x`, for JAX not before `others`; nothing of it is in the program. JAX moves what is
+# alike in every step of a differentiated loop out of it: a start, but not its done.
+
+anchor_p: Any = Primitive("turbobus_anchor")
+anchor_p.def_abstract_eval(lambda x, *others: x)
+anchor_p.def_impl(lambda x, *others: x)
+mlir.register_lowering(anchor_p, lambda context, x, *others: [x])
 
 # Where JAX runs operation by operation (`jax.disable_jit`), each is a program, and a
 # start moves everything.

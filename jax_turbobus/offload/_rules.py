@@ -345,11 +345,12 @@ ad.primitive_jvps[p.done_p] = _done_jvp
 batching.primitive_batchers[p.done_p] = _move_batch_dim(p.done_p)
 ad.primitive_jvps[p.mark_p] = _mark_jvp
 batching.primitive_batchers[p.mark_p] = lambda args, dims: (p.mark_p.bind(*args), None)
-ad.primitive_jvps[p.after_p] = lambda primals, tangents: (
-    p.after_p.bind(*primals),
-    tangents[0],
-)
-batching.primitive_batchers[p.after_p] = _move_batch_dim(p.after_p)
+for _primitive in (p.after_p, p.anchor_p):
+    ad.primitive_jvps[_primitive] = lambda primals, tangents, primitive=_primitive: (
+        primitive.bind(*primals),
+        tangents[0],
+    )
+    batching.primitive_batchers[_primitive] = _move_batch_dim(_primitive)
 ad.primitive_jvps[p.tie_p] = lambda primals, tangents: (
     p.tie_p.bind(*primals),
     list(tangents),

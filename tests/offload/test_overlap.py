@@ -331,3 +331,29 @@ def test_empty_arrays_beside_others(shape):
     for moved in (fetched, offloaded):
         assert [m.shape for m in moved] == [shape, x.shape, shape]
         assert_same(moved[1], x)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_loop_around_it_can_be_differentiated(transform):
+    """JAX moves what is alike in every step out of such a loop."""
+    x, host = values() / 8, tb.to_host(values(seed=1) / 8)
+    layers = tb.to_host(values((2, 64, 64), seed=2) / 8)
+
+    def loss(overlap, scan_layers, x):
+        def body(x, _):
+            y, w = overlap(jnp.tanh, x)
+            return scan_layers(lambda w, x: jnp.tanh(x @ w), y @ w), None
+
+        return (jax.lax.scan(body, x, None, length=3)[0] ** 2).sum()
+
+    def overlap(f, x):
+        return tb.overlap(f, x, fetch=host)[:2]
+
+    ours = transform(
+        jax.grad(lambda x: loss(overlap, lambda f, x: tb.scan_layers(f, layers, x), x))
+    )
+    w, ws = tb.to_device((host, layers))
+    theirs = jax.grad(
+        lambda x: loss(lambda f, x: (f(x), w), lambda f, x: f(ws[1], f(ws[0], x)), x)
+    )
+    np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-4, atol=1e-6)
