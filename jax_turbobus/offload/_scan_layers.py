@@ -1,15 +1,13 @@
 """A loop over layers whose parameters stay in host memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
-from jax_turbobus import _compat, _ffi
+from jax_turbobus import _ffi
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
@@ -83,20 +81,6 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
     return compiled_for(_scan_layers, f)(stack, x)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Needed:
-    """Which leaves of a stack are differentiated."""
-
-    leaves: tuple[bool, ...]
-
-
-def _instantiate(ct: Any, x: Any) -> Any:
-    if not isinstance(ct, SymbolicZero) or not _is_inexact(x):
-        return ct
-    return vary_over(jnp.zeros_like(x), _compat.varying_axes(x))
-
-
 def _scan_layers(f: Callable[..., Any], stack: Tree, x: Tree) -> Tree:
     step, x, tracers = _close(f, stack, x)
 
@@ -105,19 +89,15 @@ def _scan_layers(f: Callable[..., Any], stack: Tree, x: Tree) -> Tree:
         del batch
         return _forward(step, stack, x, closed, keep_inputs=False)[0]
 
-    def forward(*args: Any) -> Any:
-        stack, x, closed, batch = jax.tree.map(lambda primal: primal.value, args)
-        needed = tuple(primal.perturbed for primal in jax.tree.leaves(args[0]))
+    def forward(stack: Tree, x: Tree, closed: list[Any], batch: Any) -> Any:
         result, inputs = _forward(step, stack, x, closed, keep_inputs=True)
-        return result, (stack, inputs, closed, batch, _Needed(needed))
+        return result, (stack, inputs, closed, batch)
 
     def backward(residuals: Any, ct: Tree) -> Any:
-        stack, inputs, closed, batch, needed = residuals
-        ct = jax.tree.map(_instantiate, ct, inputs[1])
-        grads = _backward(step, stack, inputs, closed, batch, needed.leaves, ct)
-        return (*grads, None)
+        stack, inputs, closed, batch = residuals
+        return (*_backward(step, stack, inputs, closed, batch, ct), None)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
+    run.defvjp(forward, backward)
     batch = p.batch_p.bind(*jax.tree.leaves((stack, x, tracers)), differentiated=False)
     return run(stack, x, tracers, batch)
 
@@ -230,26 +210,23 @@ def _backward(
     inputs: Any,
     closed: list[Any],
     batch: Any,
-    needed: tuple[bool, ...],
     ct: Tree,
 ) -> tuple[Tree, Tree, list[Any]]:
     """Returns the gradients of stack, x and what `step` closes over.
 
     If only `x`, `closed` or `ct` are mapped, and not by the function that was
-    differentiated (`batch` is not mapped), there are as many gradients of stack. Of
-    leaves that are not `needed` there is none.
+    differentiated (`batch` is not mapped), there are as many gradients of stack.
     """
     leaves, structure = jax.tree.flatten(stack)
     num_layers = leaves[0].shape[0]
     earlier_inputs, last_input = inputs
-    inexact = [n for n, leaf in enumerate(leaves) if _is_inexact(leaf)]
     # Only these of the stack's leaves have a gradient.
-    wanted = [n for n in inexact if needed[n]]
+    inexact = [n for n, leaf in enumerate(leaves) if _is_inexact(leaf)]
 
     def pull_back(layer: Tree, x: Tree, ct: list[Any]) -> Any:
-        all_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
-        grad_of = dict(zip(inexact, all_grads, strict=True))
-        row_grads = [p.total_p.bind(grad_of[n], leaves[n], batch) for n in wanted]
+        row_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
+        of_stack = zip(row_grads, inexact, strict=True)
+        row_grads = [p.total_p.bind(grad, leaves[n], batch) for grad, n in of_stack]
         return row_grads, ct, closed_grads
 
     def fetches(i: Any) -> list[Transfer]:
@@ -260,15 +237,13 @@ def _backward(
 
     # The last layer, while the one before it comes in.
     last = jax.tree.map(lambda leaf: _fetch(leaf, num_layers - 1), stack)
-    x_leaves, x_structure = jax.tree.flatten(last_input)
-    pairs = zip(x_leaves, jax.tree.leaves(ct), strict=True)
-    ct = [c for x, c in pairs if _is_inexact(x)]
+    ct = [c for c in jax.tree.leaves(ct) if _is_inexact(c)]
     (row_grads, ct, closed_grads), layer = beside(
         pull_back,
         (last, last_input, ct),
         fetches(num_layers - 2) if num_layers > 1 else [],
     )
-    of_stack = zip(row_grads, wanted, strict=True)
+    of_stack = zip(row_grads, inexact, strict=True)
     grads = [p.host_buffer_like(leaves[n], row) for row, n in of_stack]
 
     def body(carry: Any, per_layer: Any) -> Any:
@@ -297,8 +272,9 @@ def _backward(
             reverse=True,
         )
     stack_grads: list[Any] = [None] * len(leaves)
-    for n, grad, row in zip(wanted, grads, row_grads, strict=True):
+    for n, grad, row in zip(inexact, grads, row_grads, strict=True):
         stack_grads[n] = p.store_p.bind(*vary_alike(grad, np.int32(0), row), axis=0)
+    x_leaves, x_structure = jax.tree.flatten(last_input)
     return (
         unflatten(stack_grads),
         jax.tree.unflatten(x_structure, _spread(x_leaves, ct)),
