@@ -172,6 +172,14 @@ def test_vmap(stacked):
         assert grad.sharding.memory_kind == "pinned_host"
 
 
+def test_a_gradient_does_not_depend_on_which_was_taken_before():
+    stack, x = tb.to_host(values(3, 8, 8, scale=1 / 3)), values(2, 8, seed=9)
+    run = functools.partial(squared, tb.scan_layers)
+    expected = jax.grad(run)(stack, x)
+    jax.grad(run, 1)(stack, x)
+    assert_close(jax.jit(jax.grad(jax.jit(run)))(stack, x), expected)
+
+
 def squared(scan, stack, x):
     return (scan(lambda w, x: jnp.tanh(x @ w), stack, x) ** 2).sum()
 
