@@ -16,6 +16,7 @@ from jax_turbobus.offload._checks import (
     check_space,
     space_of,
 )
+from jax_turbobus.offload._define import laid_like
 from jax_turbobus.offload._rows import laid_out, vary_alike
 
 __all__ = ["device_put", "to_device", "to_host"]
@@ -142,7 +143,7 @@ def _to_host_into(x: Any, out: Any) -> Any:
     check_out("to_host", x, out)
     if _compat.is_tracer(x) or _compat.is_tracer(out):
         _ffi.register()
-        return p.d2h_into_p.bind(*vary_alike(p.laid_like(x, jax.typeof(out)), out))
+        return p.d2h_into_p.bind(*vary_alike(laid_like(x, jax.typeof(out)), out))
     x = laid_out(x, out.sharding.with_memory_kind("device"))
     return _compiled(p.d2h_into_p.bind, out.sharding, donate=(1,))(x, out)
 

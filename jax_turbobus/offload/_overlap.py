@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_turbobus import _ffi
+from jax_turbobus.offload import _marks
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
@@ -23,6 +24,7 @@ from jax_turbobus.offload._checks import (
     check_space,
     check_values,
 )
+from jax_turbobus.offload._define import laid_like, row_aval
 from jax_turbobus.offload._programs import compiled_for
 from jax_turbobus.offload._rows import vary_alike
 
@@ -59,7 +61,7 @@ class Transfer(NamedTuple):
     @classmethod
     def store(cls, stack: Any, index: Any, row: Any) -> "Transfer":
         """Returns the transfer of `row` to row `index` of `stack`."""
-        row = p.laid_like(row, p.row_aval(jax.typeof(stack), 0))
+        row = laid_like(row, row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, index, row)
         return cls(
             p.store_start_p, operands, operands[1:], "turbobus_d2h_done", {"axis": 0}
@@ -76,7 +78,7 @@ class Transfer(NamedTuple):
         if out is None:
             params = p.to_host_params()
             return cls(p.d2h_start_p, (x,), (x,), "turbobus_d2h_done", params)
-        operands = vary_alike(p.laid_like(x, jax.typeof(out)), out)
+        operands = vary_alike(laid_like(x, jax.typeof(out)), out)
         return cls(p.d2h_into_start_p, operands, operands[:1], "turbobus_d2h_done", {})
 
 
@@ -117,25 +119,25 @@ def beside(
 def _anchored(operands: tuple[Any, ...], anchors: list[Any]) -> tuple[Any, ...]:
     """Returns the operands, one of them (of rows: the index) not before `anchors`."""
     n = min(1, len(operands) - 1)
-    anchored = p.anchor_p.bind(operands[n], *anchors)
+    anchored = _marks.anchor_p.bind(operands[n], *anchors)
     return (*operands[:n], anchored, *operands[n + 1 :])
 
 
 def _mark(tree: Tree) -> list[Any]:
     """Returns a mark that the arrays of the tree are there, if it has any."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    return [p.mark_p.bind(*vary_alike(*arrays))] if arrays else []
+    return [_marks.mark_p.bind(*vary_alike(*arrays))] if arrays else []
 
 
 def _after(x: Any, marks: list[Any]) -> Any:
-    return p.after_p.bind(x, *marks) if marks and isinstance(x, jax.Array) else x
+    return _marks.after_p.bind(x, *marks) if marks and isinstance(x, jax.Array) else x
 
 
 def _tie(*trees: Any) -> Any:
     """Returns the trees, all of their arrays there before any of them is."""
     leaves, structure = jax.tree.flatten(trees)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    tied = iter(p.tie_p.bind(*arrays))
+    tied = iter(_marks.tie_p.bind(*arrays))
     leaves = [next(tied) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, leaves)
 

@@ -9,23 +9,30 @@ must stay two.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from jax_turbobus import _compat
-from jax_turbobus.offload._partition import Dims, lower_in_shard_map, lower_per_shard
+from jax_turbobus.offload._define import (
+    DEVICE,
+    HOST,
+    alike,
+    define,
+    dims_of,
+    emit_ffi,
+    register_lowering,
+    row_aval,
+    run_compiled,
+)
+from jax_turbobus.offload._partition import Dims
 
 __all__ = [
-    "after_p",
-    "anchor_p",
-    "batch_p",
     "buffer_p",
     "d2h",
     "d2h_into_p",
@@ -40,49 +47,14 @@ __all__ = [
     "h2d_p",
     "h2d_start_p",
     "host_buffer_like",
-    "laid_like",
-    "mark_p",
     "place",
     "place_p",
     "placed",
     "placed_rows",
-    "row_aval",
     "store_p",
     "store_start_p",
-    "tie_p",
     "to_host_params",
-    "total_p",
 ]
-
-DEVICE = jax.memory.Space.Device
-HOST = jax.memory.Space.Host
-
-
-def row_aval(stack: Any, axis: int) -> Any:
-    """Returns the type of a row of `stack` along `axis`, on the device."""
-    shape = stack.shape[:axis] + stack.shape[axis + 1 :]
-    spec = tuple(stack.sharding.spec)
-    spec += (None,) * (stack.ndim - len(spec))
-    sharding = stack.sharding.update(
-        spec=jax.sharding.PartitionSpec(*spec[:axis], *spec[axis + 1 :])
-    )
-    return stack.update(
-        shape=shape, sharding=sharding, memory_space=DEVICE, weak_type=False
-    )
-
-
-def laid_like(x: Any, aval: Any) -> Any:
-    """Returns `x` split over the devices as `aval` says.
-
-    Only on meshes with explicit axes is there anything to do: elsewhere XLA reshards
-    what it must.
-    """
-    expected, found = aval.sharding, jax.typeof(x).sharding
-    if expected.mesh.empty or not expected.mesh.are_all_axes_explicit:
-        return x
-    if expected.mesh == found.mesh and expected.spec == found.spec:
-        return x
-    return jax.sharding.reshard(x, expected)
 
 
 def _to_device_aval(x: Any, **_: Any) -> Any:
@@ -125,151 +97,11 @@ def _done_aval(buffer: Any, *read: Any, target: str, num_marks: int = 0) -> Any:
     return buffer
 
 
-def _scalar_aval(x: Any) -> Any:
-    """Returns the type of an int32 on the devices of `x`."""
-    return x.update(
-        shape=(),
-        dtype=np.dtype(np.int32),
-        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()),
-        memory_space=DEVICE,
-        weak_type=False,
-    )
-
-
-def _dims(aval: Any, skip: int | None = None) -> Dims:
-    """Returns names for the dimensions of a stack, or of its row along `skip`."""
-    ndim = aval.ndim + (skip is not None)
-    return tuple(f"d{d}" for d in range(ndim) if d != skip)
-
-
-def _ffi(
-    context: Any,
-    target: str,
-    operands: Sequence[Any],
-    *,
-    aliases: dict[int, int] | None = None,
-    has_side_effect: bool = False,
-    **attributes: Any,
-) -> Sequence[Any]:
-    rule = jax.ffi.ffi_lowering(
-        target, operand_output_aliases=aliases, has_side_effect=has_side_effect
-    )
-    results = rule(context, *operands, **attributes)
-    # Without it, XLA takes a call into the fusion that writes its result to a slice
-    # (scan's `ys`): it may then run twice, and an alias may be lost.
-    barrier: Any = stablehlo.OptimizationBarrierOp(list(results))  # type: ignore[arg-type]
-    return list(barrier.results)
-
-
-def _define(
-    name: str,
-    abstract_eval: Callable[..., Any],
-    emit: Callable[..., Sequence[Any]],
-    dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
-    *,
-    follows: Sequence[int] = (),
-    leads: bool = False,
-    has_side_effect: bool = False,
-    platform: str | None = None,
-) -> Any:
-    """Returns a primitive that is one FFI call.
-
-    Args:
-      name: the primitive's name in jaxprs.
-      abstract_eval: the type of its result from those of its operands.
-      emit: `emit(context, *operands, **params)`: the call for one shard.
-      dims: `dims(*avals, **params)`: names for the operands' dimensions and the
-        result's, and those that must not be split.
-      follows: as in `lower_per_shard`.
-      leads: as in `lower_per_shard`.
-      has_side_effect: whether XLA must keep equal calls apart.
-      platform: the only platform that `emit` is for.
-    """
-    primitive: Any = Primitive(name)
-    primitive.def_abstract_eval(abstract_eval)
-    _run_compiled(primitive)
-    _register(
-        primitive,
-        emit,
-        dims,
-        follows=follows,
-        leads=leads,
-        has_side_effect=has_side_effect,
-        platform=platform,
-    )
-    return primitive
-
-
-def _register(
-    primitive: Any,
-    emit: Callable[..., Sequence[Any]],
-    dims: Callable[..., tuple[list[Dims], Dims, tuple[str, ...]]],
-    *,
-    follows: Sequence[int] = (),
-    leads: bool = False,
-    has_side_effect: bool = False,
-    platform: str | None = None,
-) -> None:
-    def lower(context: Any, *operands: Any, **params: Any) -> Any:
-        if not _compat.partitions_automatically(context):
-            return emit(context, *operands, **params)
-        call = functools.partial(primitive.bind, **params)
-        # Keys have one more dimension in the program than in their type.
-        context = context.replace(
-            avals_in=list(map(_compat.physical_aval, context.avals_in)),
-            avals_out=list(map(_compat.physical_aval, context.avals_out)),
-        )
-        mesh = _compat.explicit_mesh(context.avals_in)
-        if mesh is not None:
-            return lower_in_shard_map(context, call, operands, mesh)
-        if _compat.is_for_export(context):
-            raise NotImplementedError(
-                f"{primitive.name}: a transfer of sharded arrays cannot be exported "
-                "where only XLA knows how they are split; wrap it in jax.shard_map, "
-                "or make the mesh with axis_types=(jax.sharding.AxisType.Explicit, …)"
-            )
-        operand_dims, result_dims, whole = dims(*context.avals_in, **params)
-        return lower_per_shard(
-            context,
-            call,
-            operands,
-            operand_dims=operand_dims,
-            result_dims=result_dims,
-            whole=whole,
-            follows=follows,
-            leads=leads,
-            has_side_effect=has_side_effect,
-        )
-
-    mlir.register_lowering(primitive, lower, platform=platform)
-
-
-def _run_compiled(primitive: Any) -> None:
-    """Makes `primitive` one program wherever JAX runs it by itself."""
-    _compat.lowers_with_devices(primitive)
-
-    def impl(*args: Any, **params: Any) -> Any:
-        with jax.disable_jit(False):
-            return _compiled(primitive, tuple(params.items()))(*args)
-
-    primitive.def_impl(impl)
-
-
-@functools.cache
-def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-
-def _alike(*avals: Any, **_: Any) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    dims = _dims(avals[0])
-    return [dims] * len(avals), dims, ()
-
-
 def _fetch_dims(
     stack: Any, index: Any, *, axis: int
 ) -> tuple[list[Dims], Dims, tuple[str, ...]]:
     del index
-    dims = _dims(stack)
+    dims = dims_of(stack)
     return [dims, ()], dims[:axis] + dims[axis + 1 :], (dims[axis],)
 
 
@@ -285,33 +117,35 @@ def _place_dims(
     row: Any, index: Any, *, axis: int, **_: Any
 ) -> tuple[list[Dims], Dims, tuple[str, ...]]:
     del index
-    dims = _dims(row)
+    dims = dims_of(row)
     return [dims, ()], (*dims[:axis], "rows", *dims[axis:]), ("rows",)
 
 
 # Host to device.
 
-h2d_p = _define(
+h2d_p = define(
     "turbobus_h2d",
     _to_device_aval,
-    lambda context, x: _ffi(context, "turbobus_h2d_copy", [x]),
-    _alike,
+    lambda context, x: emit_ffi(context, "turbobus_h2d_copy", [x]),
+    alike,
     leads=True,
 )
-h2d_start_p = _define(
+h2d_start_p = define(
     "turbobus_h2d_start",
     _to_device_aval,
-    lambda context, x: _ffi(context, "turbobus_h2d_start", [x], has_side_effect=True),
-    _alike,
+    lambda context, x: emit_ffi(
+        context, "turbobus_h2d_start", [x], has_side_effect=True
+    ),
+    alike,
     has_side_effect=True,
 )
 
 
 def _define_fetch(name: str) -> Any:
-    return _define(
+    return define(
         name,
         _fetch_aval,
-        lambda context, stack, index, *, axis: _ffi(
+        lambda context, stack, index, *, axis: emit_ffi(
             context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
         ),
         _fetch_dims,
@@ -322,10 +156,10 @@ def _define_fetch(name: str) -> Any:
 fetch_p = _define_fetch("turbobus_fetch")
 # Of a tangent, in a loop over layers: one that cannot be transposed.
 fetch_tangent_p = _define_fetch("turbobus_fetch_tangent")
-fetch_start_p = _define(
+fetch_start_p = define(
     "turbobus_fetch_start",
     _fetch_aval,
-    lambda context, stack, index, *, axis: _ffi(
+    lambda context, stack, index, *, axis: emit_ffi(
         context,
         "turbobus_fetch_start",
         [stack, index],
@@ -366,40 +200,40 @@ def _lower_fetch_rows(context: Any, *operands: Any, **params: Any) -> Any:
 
 fetch_rows_p: Any = Primitive("turbobus_fetch_rows")
 fetch_rows_p.def_abstract_eval(_fetch_rows_aval)
-_run_compiled(fetch_rows_p)
+run_compiled(fetch_rows_p)
 mlir.register_lowering(fetch_rows_p, _lower_fetch_rows)
 
 # Device to host. XLA types a result of ours as host memory only if it is aliased
 # to an operand that lies there; where `out` is not given, CUDA programs
 # therefore make one. On CPU all memory is alike.
 
-d2h_into_p = _define(
+d2h_into_p = define(
     "turbobus_d2h_into",
     _into_aval,
-    lambda context, x, out: _ffi(
+    lambda context, x, out: emit_ffi(
         context, "turbobus_d2h_copy", [x, out], aliases={1: 0}
     ),
-    _alike,
+    alike,
     follows=(0,),
 )
-d2h_into_start_p = _define(
+d2h_into_start_p = define(
     "turbobus_d2h_into_start",
     _into_aval,
-    lambda context, x, out: _ffi(
+    lambda context, x, out: emit_ffi(
         context,
         "turbobus_d2h_start",
         [x, out],
         aliases={1: 0},
         has_side_effect=True,
     ),
-    _alike,
+    alike,
     has_side_effect=True,
     follows=(0,),
 )
-store_p = _define(
+store_p = define(
     "turbobus_store",
     _store_aval,
-    lambda context, stack, index, row, *, axis: _ffi(
+    lambda context, stack, index, row, *, axis: emit_ffi(
         context,
         "turbobus_store",
         [stack, index, row],
@@ -409,10 +243,10 @@ store_p = _define(
     _store_dims,
     follows=(2,),
 )
-store_start_p = _define(
+store_start_p = define(
     "turbobus_store_start",
     _store_aval,
-    lambda context, stack, index, row, *, axis: _ffi(
+    lambda context, stack, index, row, *, axis: emit_ffi(
         context,
         "turbobus_store_start",
         [stack, index, row],
@@ -443,7 +277,7 @@ def _buffer_aval(x: Any, *others: Any, sizes: tuple[int, ...]) -> Any:
 def _buffer_dims(
     x: Any, *others: Any, sizes: tuple[int, ...]
 ) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    dims = _dims(x)
+    dims = dims_of(x)
     operands = [dims]
     for n, other in enumerate(others):
         operands.append(tuple(f"other{n}_{d}" for d in range(other.ndim)))
@@ -451,17 +285,17 @@ def _buffer_dims(
     return operands, (*added, *dims), added
 
 
-buffer_p = _define(
+buffer_p = define(
     "turbobus_buffer",
     _buffer_aval,
-    lambda context, x, *_, sizes: _ffi(
+    lambda context, x, *_, sizes: emit_ffi(
         context.replace(avals_in=context.avals_in[:1]), "turbobus_buffer", [x]
     ),
     _buffer_dims,
     platform="cpu",
     leads=True,
 )
-_register(
+register_lowering(
     buffer_p,
     lambda context, *_, sizes: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
         context.replace(avals_in=[])
@@ -505,21 +339,21 @@ def _into_new_buffer(into_p: Any) -> Any:
     )
 
 
-d2h_p = _define(
+d2h_p = define(
     "turbobus_d2h",
     _to_host_aval,
-    lambda context, x, **_: _ffi(context, "turbobus_d2h_new", [x]),
-    _alike,
+    lambda context, x, **_: emit_ffi(context, "turbobus_d2h_new", [x]),
+    alike,
     platform="cpu",
 )
 mlir.register_lowering(d2h_p, _into_new_buffer(d2h_into_p), platform="cuda")
-d2h_start_p = _define(
+d2h_start_p = define(
     "turbobus_d2h_start",
     _to_host_aval,
-    lambda context, x, **_: _ffi(
+    lambda context, x, **_: emit_ffi(
         context, "turbobus_d2h_new_start", [x], has_side_effect=True
     ),
-    _alike,
+    alike,
     has_side_effect=True,
     platform="cpu",
 )
@@ -559,7 +393,7 @@ def _place(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
     return d2h(placed(row, index, axis=axis, length=length))
 
 
-place_p = _define(
+place_p = define(
     "turbobus_place",
     _place_aval,
     mlir.lower_fun(_place, multiple_results=False),
@@ -574,7 +408,7 @@ def _done_dims(
     buffer: Any, *read: Any, target: str, num_marks: int = 0
 ) -> tuple[list[Dims], Dims, tuple[str, ...]]:
     del target, num_marks
-    dims = _dims(buffer)
+    dims = dims_of(buffer)
     operands = [dims]
     for r, aval in enumerate(read):
         operands.append(
@@ -589,7 +423,7 @@ def _emit_done(
     context: Any, *operands: Any, target: str, num_marks: int = 0
 ) -> Sequence[Any]:
     del num_marks
-    return _ffi(context, target, operands, aliases={0: 0}, has_side_effect=True)
+    return emit_ffi(context, target, operands, aliases={0: 0}, has_side_effect=True)
 
 
 def _emit_done_without_marks(
@@ -600,7 +434,7 @@ def _emit_done_without_marks(
     return _emit_done(context, *operands[:num_operands], target=target)
 
 
-done_p = _define(
+done_p = define(
     "turbobus_done",
     _done_aval,
     _emit_done_without_marks,
@@ -608,41 +442,9 @@ done_p = _define(
     has_side_effect=True,
     leads=True,
 )
-_register(
+register_lowering(
     done_p, _emit_done, _done_dims, has_side_effect=True, leads=True, platform="cpu"
 )
-
-# The gradient of a row of a stack. Under `vmap` it is one gradient for each member of
-# the batch, and it depends on where the batch came in what to do with them if the
-# stack is not mapped:
-#   grad(vmap(f)): `f` was differentiated as a function of a batch that shares a stack.
-#     The gradient is the sum over the batch, to be taken before it goes to the host.
-#   vmap(grad(f)), jacrev(f): each member of the batch asks for a gradient of its own.
-# `batch_p` tells them apart. It is an integer, of no interest, that is mapped over the
-# batches which met it before it was differentiated: those of the first kind.
-
-batch_p: Any = Primitive("turbobus_batch")
-batch_p.def_abstract_eval(lambda x, *_, differentiated: _scalar_aval(x))
-batch_p.def_impl(lambda *_, differentiated: np.int32(0))
-mlir.register_lowering(
-    batch_p,
-    mlir.lower_fun(
-        lambda *_, differentiated: jax.numpy.int32(0), multiple_results=False
-    ),
-)
-
-total_p: Any = Primitive("turbobus_total")
-total_p.def_abstract_eval(lambda grad, stack, batch: grad)
-total_p.def_impl(lambda grad, stack, batch: grad)
-mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
-
-# `x`, for JAX not before `others`; nothing of it is in the program. JAX moves what is
-# alike in every step of a differentiated loop out of it: a start, but not its done.
-
-anchor_p: Any = Primitive("turbobus_anchor")
-anchor_p.def_abstract_eval(lambda x, *others: x)
-anchor_p.def_impl(lambda x, *others: x)
-mlir.register_lowering(anchor_p, lambda context, x, *others: [x])
 
 # Where JAX runs operation by operation (`jax.disable_jit`), each is a program, and a
 # start moves everything.
@@ -653,70 +455,3 @@ d2h_into_start_p.def_impl(d2h_into_p.bind)
 fetch_start_p.def_impl(fetch_p.bind)
 store_start_p.def_impl(store_p.bind)
 done_p.def_impl(lambda buffer, *read, target, num_marks=0: buffer)
-
-# What the ties below say, for XLA:CPU. It drops those before it orders a program and
-# gives out memory: a start might come last, or a done first, and so share memory with
-# the computation, and one would wait for the other. `mark_p` gives a mark that what it
-# takes is there; `after_p` gives `x`, not before the mark. Dones take the marks of all
-# starts, too, or XLA could copy what is in flight for the mark to read. Elsewhere, and
-# where XLA splits the program over devices (it would gather `x`), there are none.
-
-mark_p: Any = Primitive("turbobus_mark")
-mark_p.def_abstract_eval(lambda *values: _scalar_aval(values[0]))
-mark_p.def_impl(lambda *values: np.int32(0))
-_lower_zero = mlir.lower_fun(lambda *_: jax.numpy.int32(0), multiple_results=False)
-
-
-def _lower_mark_cpu(context: Any, *values: Any) -> Any:
-    if _compat.partitions_automatically(context):
-        return _lower_zero(context, *values)
-    return _ffi(context, "turbobus_mark", values)
-
-
-mlir.register_lowering(mark_p, _lower_zero)
-mlir.register_lowering(mark_p, _lower_mark_cpu, platform="cpu")
-
-after_p: Any = Primitive("turbobus_after")
-after_p.def_abstract_eval(lambda x, mark: x)
-after_p.def_impl(lambda x, mark: x)
-
-
-def _lower_after_cpu(context: Any, x: Any, mark: Any) -> Any:
-    if _compat.partitions_automatically(context):
-        return [x]
-    return _ffi(context, "turbobus_after", [x, mark], aliases={0: 0})
-
-
-mlir.register_lowering(after_p, lambda context, x, mark: [x])
-mlir.register_lowering(after_p, _lower_after_cpu, platform="cpu")
-
-# All of its operands are there before any of its results is: what keeps start,
-# compute and done in this order, and a done in a program that uses only one of
-# the results that came with it.
-
-tie_p: Any = Primitive("turbobus_tie")
-tie_p.multiple_results = True
-tie_p.def_abstract_eval(lambda *avals: list(avals))
-tie_p.def_impl(lambda *args: list(args))
-
-
-def _lower_tie(context: Any, *operands: Any) -> Any:
-    del context
-    barrier: Any = stablehlo.OptimizationBarrierOp(list(operands)) if operands else None
-    return barrier.results if operands else []
-
-
-def _lower_tie_cpu(context: Any, *operands: Any) -> Any:
-    # XLA:CPU drops the barrier in the end. It then starts what it can and waits for
-    # nothing that a transfer in flight holds up, except in programs and loop bodies
-    # of eight operations or fewer, which it runs one by one. These make it nine.
-    if not _compat.partitions_automatically(context):
-        nop = jax.ffi.ffi_lowering("turbobus_nop", has_side_effect=True)
-        aval = jax.typeof(np.int32(0))
-        for _ in range(3):  # in each of three ties
-            nop(context.replace(avals_in=[], avals_out=[aval]))
-    return _lower_tie(context, *operands)
-
-
-mlir.register_lowering(tie_p, _lower_tie)
-mlir.register_lowering(tie_p, _lower_tie_cpu, platform="cpu")

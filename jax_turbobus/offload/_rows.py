@@ -12,6 +12,7 @@ from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_distinct, check_together
 from jax_turbobus.offload._checks import check_index, check_row, check_stack
+from jax_turbobus.offload._define import laid_like, row_aval
 
 __all__ = ["fetch", "laid_out", "row_index", "store", "vary_alike", "vary_over"]
 
@@ -94,7 +95,7 @@ def _store(stack: Any, i: Any, x: Any) -> Any:
     check_row("store", stack, x)
     if any(map(_compat.is_tracer, (stack, i, x))):
         _ffi.register()
-        x = p.laid_like(x, p.row_aval(jax.typeof(stack), 0))
+        x = laid_like(x, row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, row_index(i, stack.shape[0]), x)
         return p.store_p.bind(*operands, axis=0)
     check_together("store", {"stack": stack, "i": i})

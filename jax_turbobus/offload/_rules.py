@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from jax_turbobus import _compat
+from jax_turbobus.offload import _marks
 from jax_turbobus.offload import _primitives as p
+from jax_turbobus.offload._define import laid_like, row_aval
 
 __all__: list[str] = []
 
@@ -93,7 +95,7 @@ def _batch_into(primitive: Any) -> Any:
                 "it out"
             )
         size = _batch_size(args, dims)
-        x = p.laid_like(_at(x, dims[0], size, dims[1]), jax.typeof(out))
+        x = laid_like(_at(x, dims[0], size, dims[1]), jax.typeof(out))
         return primitive.bind(x, out), dims[1]
 
     return batch
@@ -285,7 +287,7 @@ def _batch_store(primitive: Any) -> Any:
         if not _is_mapped(dims[1]):
             shifted = axis + (dims[0] <= axis)
             row = _at(row, dims[2], size, dims[0] - (dims[0] > shifted))
-            row = p.laid_like(row, p.row_aval(jax.typeof(stack), shifted))
+            row = laid_like(row, row_aval(jax.typeof(stack), shifted))
             return primitive.bind(stack, index, row, axis=shifted), dims[0]
         if primitive is not p.store_p:
             raise NotImplementedError(_MAPPED_INDEX)
@@ -294,7 +296,7 @@ def _batch_store(primitive: Any) -> Any:
         rows = _at(row, dims[2], size, 0)
 
         def body(b: Any, stack: Any) -> Any:
-            row = p.laid_like(rows[b], p.row_aval(jax.typeof(stack), 0))
+            row = laid_like(rows[b], row_aval(jax.typeof(stack), 0))
             return p.store_p.bind(stack, index[b], row, axis=0)
 
         stack = jax.lax.fori_loop(0, size, body, stack)
@@ -337,26 +339,29 @@ def _done_jvp(
 
 def _mark_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     del tangents
-    mark = p.mark_p.bind(*primals)
+    mark = _marks.mark_p.bind(*primals)
     return mark, _zero_like(mark)
 
 
 ad.primitive_jvps[p.done_p] = _done_jvp
 batching.primitive_batchers[p.done_p] = _move_batch_dim(p.done_p)
-ad.primitive_jvps[p.mark_p] = _mark_jvp
-batching.primitive_batchers[p.mark_p] = lambda args, dims: (p.mark_p.bind(*args), None)
-for _primitive in (p.after_p, p.anchor_p):
+ad.primitive_jvps[_marks.mark_p] = _mark_jvp
+batching.primitive_batchers[_marks.mark_p] = lambda args, dims: (
+    _marks.mark_p.bind(*args),
+    None,
+)
+for _primitive in (_marks.after_p, _marks.anchor_p):
     ad.primitive_jvps[_primitive] = lambda primals, tangents, primitive=_primitive: (
         primitive.bind(*primals),
         tangents[0],
     )
     batching.primitive_batchers[_primitive] = _move_batch_dim(_primitive)
-ad.primitive_jvps[p.tie_p] = lambda primals, tangents: (
-    p.tie_p.bind(*primals),
+ad.primitive_jvps[_marks.tie_p] = lambda primals, tangents: (
+    _marks.tie_p.bind(*primals),
     list(tangents),
 )
-batching.primitive_batchers[p.tie_p] = lambda args, dims: (
-    p.tie_p.bind(*args),
+batching.primitive_batchers[_marks.tie_p] = lambda args, dims: (
+    _marks.tie_p.bind(*args),
     list(dims),
 )
 
@@ -390,39 +395,45 @@ def _batch_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, differentiated: bool
 ) -> tuple[Any, Any]:
     del tangents, differentiated
-    batch = p.batch_p.bind(*primals, differentiated=True)
+    batch = _marks.batch_p.bind(*primals, differentiated=True)
     return batch, _zero_like(batch)
 
 
 def _batch_batch(
     args: Sequence[Any], dims: Sequence[Any], *, differentiated: bool
 ) -> tuple[Any, Any]:
-    batch = p.batch_p.bind(*args, differentiated=differentiated)
+    batch = _marks.batch_p.bind(*args, differentiated=differentiated)
     if differentiated:
         return batch, None
     return _at(batch, None, _batch_size(args, dims), 0), 0
 
 
-ad.primitive_jvps[p.batch_p] = _batch_jvp
-batching.primitive_batchers[p.batch_p] = _batch_batch
+ad.primitive_jvps[_marks.batch_p] = _batch_jvp
+batching.primitive_batchers[_marks.batch_p] = _batch_batch
 
 
 def _total_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     grad, stack, batch = args
     over_grad, over_stack, over_batch = map(_is_mapped, dims)
     if over_grad and over_batch and not over_stack:
-        return p.total_p.bind(grad.sum(dims[0], dtype=grad.dtype), stack, batch), None
-    return p.total_p.bind(grad, stack, batch), dims[0]
+        return _marks.total_p.bind(
+            grad.sum(dims[0], dtype=grad.dtype), stack, batch
+        ), None
+    return _marks.total_p.bind(grad, stack, batch), dims[0]
 
 
 def _total_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     grad, stack, batch = primals
-    total = p.total_p.bind(grad, stack, batch)
+    total = _marks.total_p.bind(grad, stack, batch)
     if isinstance(tangents[0], Zero):
         return total, _zero_like(total)
-    return total, p.total_p.bind(tangents[0], stack, batch)
+    return total, _marks.total_p.bind(tangents[0], stack, batch)
 
 
-ad.primitive_jvps[p.total_p] = _total_jvp
-ad.primitive_transposes[p.total_p] = lambda ct, grad, stack, batch: [ct, None, None]
-batching.primitive_batchers[p.total_p] = _total_batch
+ad.primitive_jvps[_marks.total_p] = _total_jvp
+ad.primitive_transposes[_marks.total_p] = lambda ct, grad, stack, batch: [
+    ct,
+    None,
+    None,
+]
+batching.primitive_batchers[_marks.total_p] = _total_batch

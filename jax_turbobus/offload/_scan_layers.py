@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_turbobus import _ffi
+from jax_turbobus.offload import _marks
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
@@ -17,6 +18,7 @@ from jax_turbobus.offload._checks import (
     check_stack,
     check_values,
 )
+from jax_turbobus.offload._define import row_aval
 from jax_turbobus.offload._overlap import Transfer, beside
 from jax_turbobus.offload._programs import compiled_for
 from jax_turbobus.offload._rows import vary_alike, vary_over
@@ -98,7 +100,9 @@ def _scan_layers(f: Callable[..., Any], stack: Tree, x: Tree) -> Tree:
         return (*_backward(step, stack, inputs, closed, batch, ct), None)
 
     run.defvjp(forward, backward)
-    batch = p.batch_p.bind(*jax.tree.leaves((stack, x, tracers)), differentiated=False)
+    batch = _marks.batch_p.bind(
+        *jax.tree.leaves((stack, x, tracers)), differentiated=False
+    )
     return run(stack, x, tracers, batch)
 
 
@@ -116,7 +120,7 @@ def _close(f: Callable[..., Any], stack: Tree, x: Tree) -> tuple[Any, Tree, list
     Returns:
       `step(layer, x, closed)`; `x` in the type that `step` returns; and `closed`.
     """
-    layer = jax.tree.map(lambda s: p.row_aval(jax.typeof(s), 0), stack)
+    layer = jax.tree.map(lambda s: row_aval(jax.typeof(s), 0), stack)
     for _ in range(2):  # the second time, if x must vary over more mesh axes
         in_avals = jax.tree.map(jax.typeof, x)
         try:
@@ -226,7 +230,9 @@ def _backward(
     def pull_back(layer: Tree, x: Tree, ct: list[Any]) -> Any:
         row_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
         of_stack = zip(row_grads, inexact, strict=True)
-        row_grads = [p.total_p.bind(grad, leaves[n], batch) for grad, n in of_stack]
+        row_grads = [
+            _marks.total_p.bind(grad, leaves[n], batch) for grad, n in of_stack
+        ]
         return row_grads, ct, closed_grads
 
     def fetches(i: Any) -> list[Transfer]:

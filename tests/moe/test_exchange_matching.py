@@ -191,7 +191,7 @@ def test_a_late_rank_fails_the_call_on_all_ranks_in_bounded_time(
     args = inputs(4, 8)
     want = layer(False)(*args)
     start = time.monotonic()
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
         jax.block_until_ready(layer(True)(*args))
     waited = time.monotonic() - start
     message = str(caught.value)
@@ -260,7 +260,9 @@ def test_a_late_rank_fails_ragged_all_to_all_too(
     want = step(False)(x)
     np.testing.assert_array_equal(want, x)  # Twice there, or there and back.
     start = time.monotonic()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="ragged_all_to_all") as caught:
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match="ragged_all_to_all"
+    ) as caught:
         jax.block_until_ready(step(True)(x))
     assert time.monotonic() - start < 30
     assert_tells_who_is_late(str(caught.value))

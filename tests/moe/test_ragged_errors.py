@@ -161,7 +161,7 @@ def test_an_unbound_axis_is_named():
 def test_rows_out_of_range_are_an_error_that_names_them(field, where, value, message):
     operand, output, fields = good()
     fields[field][where] = value
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
         jax.block_until_ready(run(operand, output, fields))
     test_the_good_call_is_good()
 
@@ -171,7 +171,9 @@ def test_offsets_beyond_int32_do_not_wrap_around():
     with jax.enable_x64(True):
         fields = [f.astype(np.int64) for f in fields]
         fields[0][3, 0] = 2**32 + 2
-        with pytest.raises(jax.errors.JaxRuntimeError, match="slice 0 of rank 3"):
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError), match="slice 0 of rank 3"
+        ):
             jax.block_until_ready(run(operand, output, fields))
 
 
@@ -187,7 +189,9 @@ def test_an_error_in_the_gradient_is_named_too():
         return out[1](o[0])[0][None]
 
     f = jax.jit(jax.shard_map(per_rank, mesh=MESH, in_specs=P("x"), out_specs=P("x")))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="slice 0 of rank 3"):
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match="slice 0 of rank 3"
+    ):
         jax.block_until_ready(f(operand, output, *fields))
 
 

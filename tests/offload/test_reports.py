@@ -247,7 +247,9 @@ def test_links_of_busy_devices_are_not_lent_megatron_6491(machine, direction):
 
 def test_a_device_that_the_topology_lacks_is_an_error_that_names_it():
     x = jax.device_put(values(), jax.devices()[7])
-    refused = pytest.raises(jax.errors.JaxRuntimeError, match=r"jax_turbobus: .*gpu 7")
+    refused = pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match=r"jax_turbobus: .*gpu 7"
+    )
     with tb.configured(topology="2xh200", emulate=True), refused:
         jax.block_until_ready(tb.to_host(x))
     assert_same(tb.to_host(x), x)
