@@ -28,7 +28,6 @@ __all__ = [
     "new_site",
     "partitions_automatically",
     "physical_aval",
-    "set_channel",
     "tangent_aval",
     "varying_axes",
 ]
@@ -124,23 +123,6 @@ def mark_side_effect(values: Any) -> None:
 def physical_aval(aval: Any) -> Any:
     """Returns the type of an array in a program: of keys, rows of uint32."""
     return _jax_core.physical_aval(aval)
-
-
-def set_channel(values: Any, channel: int) -> None:
-    """Gives the collective that produced these IR values a channel of its own.
-
-    Args:
-      values: the result of one `jax.lax.all_gather`.
-      channel: a number from `new_site`.
-    """
-    from jax.extend.mlir.dialects import stablehlo
-
-    device_to_device = 1
-    (value,) = jax.tree.leaves(values)
-    operation = value.owner
-    operation.attributes["channel_handle"] = stablehlo.ChannelHandle.get(
-        channel, device_to_device, operation.context
-    )
 
 
 def new_site(context: Any) -> int:

@@ -26,7 +26,6 @@ __all__ = [
     "KEY_SIZE",
     "NUM_MEETING_OPERANDS",
     "exchange_primitive",
-    "gather_alone",
     "gather_keys",
     "lower_to_collectives",
     "lower_to_target",
@@ -194,45 +193,6 @@ def new_key(ctx: Any, axes: tuple[Any, ...], call: str) -> jax.Array:
     return key
 
 
-_gather_alone_p = Primitive("turbobus_moe_gather_alone")
-
-
-def _gather_alone_abstract_eval(x: Any, *, axes: Any, num_ranks: int) -> Any:
-    del axes
-    return x.update(shape=(num_ranks, *x.shape))
-
-
-def _gather_alone_lowering(ctx: Any, x: Any, *, axes: Any, num_ranks: int) -> Any:
-    del num_ranks
-    gather = mlir.lower_fun(
-        lambda x: lax.all_gather(x[None], axes, tiled=True), multiple_results=False
-    )
-    gathered = gather(ctx, x)
-    _compat.set_channel(gathered, _compat.new_site(ctx))
-    return gathered
-
-
-_gather_alone_p.def_abstract_eval(_gather_alone_abstract_eval)
-mlir.register_lowering(_gather_alone_p, _gather_alone_lowering, cacheable=False)
-
-
-def gather_alone(x: jax.Array, axes: tuple[Any, ...], num_ranks: int) -> jax.Array:
-    """Returns `x` of all ranks along `axes`, by rank in front; while lowering only.
-
-    Through XLA's all-gather, on a channel of its own. JAX gives all collectives one
-    channel, and on CPU devices XLA tells those of one channel apart by the order in
-    which they start. Between one in a loop and one behind it there is no such order.
-
-    Args:
-      x: of this rank.
-      axes: mesh axes, bound here.
-      num_ranks: the product of their sizes.
-    """
-    return _gather_alone_p.bind(  # type: ignore[no-any-return]
-        x, axes=axes, num_ranks=num_ranks
-    )
-
-
 _gather_keys_p = Primitive("turbobus_moe_gather_keys")
 _gather_keys_p.def_impl(functools.partial(xla.apply_primitive, _gather_keys_p))
 
@@ -250,11 +210,11 @@ def _gather_keys_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) 
 
 
 def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, num_ranks: int, call: str) -> Any:
+    del num_ranks
     if _devices.why_apart(ctx, axes) is not None:
         return _no_keys(ctx, *deps)
     gather = mlir.lower_fun(
-        lambda: gather_alone(new_key(ctx, axes, call), axes, num_ranks),
-        multiple_results=False,
+        lambda: lax.all_gather(new_key(ctx, axes, call), axes), multiple_results=False
     )
     with _compat.bound_axes(*_devices.axes_of(ctx)):
         return gather(ctx.replace(avals_in=[]))

@@ -6,7 +6,6 @@ its own, whatever JAX's transforms did to the call before.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,11 +225,7 @@ def _meet(
     call = f"ragged_all_to_all over axis {_label(axes)}"
     key = _primitives.new_key(ctx, axes, call)
     words = jnp.concatenate([key, table.reshape(-1)])
-    num_ranks = math.prod(_devices.sizes_of(ctx, axes))
-    gathered = _primitives.gather_alone(words, axes, num_ranks)
-    members = reference.members_of(axes, groups)
-    if members is not None:
-        gathered = gathered[members]
+    gathered = reference.gather_tables(words, axes, groups)
     tables = gathered[:, key.size :].reshape(-1, *table.shape)
     return (
         gathered[:, : key.size],
