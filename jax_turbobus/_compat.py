@@ -25,7 +25,6 @@ __all__ = [
     "is_tracer",
     "lowers_with_devices",
     "mark_side_effect",
-    "new_site",
     "partitions_automatically",
     "physical_aval",
     "tangent_aval",
@@ -123,14 +122,6 @@ def mark_side_effect(values: Any) -> None:
 def physical_aval(aval: Any) -> Any:
     """Returns the type of an array in a program: of keys, rows of uint32."""
     return _jax_core.physical_aval(aval)
-
-
-def new_site(context: Any) -> int:
-    """Returns a number that nothing else in the module being lowered has.
-
-    It is the same whenever the same program is lowered.
-    """
-    return int(context.module_context.new_channel())
 
 
 def tangent_aval(value: Any) -> Any:

@@ -8,22 +8,11 @@ import numpy as np
 
 from jax_turbobus import _compat, _ffi
 
-__all__ = ["axes_of", "ranks_of", "sizes_of", "why_apart", "why_not_on_gpus"]
+__all__ = ["ranks_of", "sizes_of", "why_apart", "why_not_on_gpus"]
 
 
 def _mesh(ctx: Any) -> Any:
     return ctx.module_context.axis_context.mesh
-
-
-def axes_of(ctx: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Returns the names and sizes of the axes that `jax.shard_map` maps.
-
-    Args:
-      ctx: of a lowering inside it.
-    """
-    mesh, manual = _mesh(ctx), ctx.module_context.axis_context.manual_axes
-    names = tuple(axis for axis in mesh.axis_names if axis in manual)
-    return names, sizes_of(ctx, names)
 
 
 def sizes_of(ctx: Any, axes: tuple[Any, ...]) -> tuple[int, ...]:

@@ -139,9 +139,8 @@ def _bind(
         avals = out_avals(*operands, **params)
         nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return _matching.vary_alike(routing.group, (rank, *nothing))[1:]
-    call = primitive.name.removeprefix("turbobus_moe_").replace("_grad", "'s gradient")
     return primitive.bind(
-        _matching.keys_of(routing.group, call, operands),
+        _matching.keys_of(routing.group, operands),
         rank,
         *operands,
         axes=routing.group.axes,

@@ -108,17 +108,14 @@ class Group:
         return cls(axes=axes, num_ranks=math.prod(sizes[a] for a in axes))
 
 
-def keys_of(group: Group, call: str, operands: Sequence[jax.Array]) -> jax.Array:
+def keys_of(group: Group, operands: Sequence[jax.Array]) -> jax.Array:
     """Returns ``int32[num_ranks, 4]``: this call's keys of all ranks.
 
     Args:
       group: the ranks that meet.
-      call: what they meet for.
       operands: all that the exchange reads, varying alike.
     """
-    return _primitives.gather_keys(
-        group.axes, group.num_ranks, f"{call} over axis {group.label}", operands
-    )
+    return _primitives.gather_keys(group.axes, operands)
 
 
 def rank_of(group: Group, *, like: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """JAX primitives for calls in which all ranks of a mesh axis meet.
 
 They are primitives of our own, not `jax.ffi.ffi_call`, for two rules that it cannot
-state: a key has a side effect for XLA but none for JAX (so that remat may recompute
-it and grad may see it), and under `vmap` the operands that say who meets stay as they
-are while the others get a leading axis.
+state: `new_key` has a side effect for XLA but none for JAX (so that remat may
+recompute it and grad may see it), and under `vmap` the operands that say who meets
+stay as they are while the others get a leading axis.
 """
 
 import functools
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
@@ -162,35 +161,43 @@ def lower_to_target(
     return rule(ctx, *operands, **attributes)
 
 
-def new_key(ctx: Any, axes: tuple[Any, ...], call: str) -> jax.Array:
-    """Returns ``int32[4]``, new at each execution.
+_new_key_p = Primitive("turbobus_moe_key")
+_new_key_p.def_impl(functools.partial(xla.apply_primitive, _new_key_p))
 
-    To be called while lowering on CPU devices, with all mapped axes of the mesh bound.
-    XLA neither merges, hoists nor drops the call. Where a rank does not come for its
-    key, a line on standard error says which: XLA's all-gather of the keys, in which the
-    others wait, names none.
 
-    Args:
-      ctx: of the lowering.
-      axes: mesh axes of the ranks among which the key is gathered, major first.
-      call: what messages call it.
-    """
+def _new_key_abstract_eval(*deps: Any) -> Any:
+    return deps[0].update(shape=(KEY_SIZE,), dtype=jax.numpy.dtype("int32"))
+
+
+_new_key_p.def_abstract_eval(_new_key_abstract_eval)
+
+
+def _new_key_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    del dims  # One key serves the whole batch: it meets as one call.
+    return _new_key_p.bind(*args), _NOT_MAPPED
+
+
+batching.primitive_batchers[_new_key_p] = _new_key_batch
+
+
+def _new_key_lowering(ctx: Any, *deps: Any) -> Any:
+    del deps
     _ffi.register()
-    others = tuple(a for a in _devices.axes_of(ctx)[0] if a not in axes)
-    group = lax.axis_index(others) if others else 0
-    make: Any = jax.ffi.ffi_call(
-        "turbobus_moe_key",
-        jax.ShapeDtypeStruct((KEY_SIZE,), jnp.int32),
-        has_side_effect=True,
-    )
-    key: jax.Array = make(
-        jnp.asarray(lax.axis_index(axes), jnp.int32),
-        jnp.asarray(group, jnp.int32),
-        call=call,
-        num_ranks=np.int64(math.prod(_devices.sizes_of(ctx, axes))),
-        site=np.int64(_compat.new_site(ctx)),
-    )
-    return key
+    rule = jax.ffi.ffi_lowering("turbobus_moe_key", has_side_effect=True)
+    return rule(ctx.replace(avals_in=[]))
+
+
+mlir.register_lowering(_new_key_p, _new_key_lowering, platform="cpu")
+
+
+def new_key(*deps: jax.Array) -> jax.Array:
+    """Returns ``int32[4]``, new at each execution, varying over the mesh like `deps`.
+
+    XLA neither merges, hoists nor drops the call. `deps` do not reach it: they are
+    what the keyed exchange depends on, so that JAX moves the key out of a loop only
+    with the whole exchange, while XLA may make the key before they are computed.
+    """
+    return _new_key_p.bind(*deps)  # type: ignore[no-any-return]
 
 
 _gather_keys_p = Primitive("turbobus_moe_gather_keys")
@@ -198,26 +205,27 @@ _gather_keys_p.def_impl(functools.partial(xla.apply_primitive, _gather_keys_p))
 
 
 def _gather_keys_abstract_eval(
-    *deps: Any, axes: tuple[Any, ...], num_ranks: int, call: str
+    *deps: Any, axes: tuple[Any, ...], sizes: tuple[int, ...]
 ) -> Any:
-    del axes, call
-    return deps[0].update(shape=(num_ranks, KEY_SIZE), dtype=jnp.dtype("int32"))
+    del axes
+    shape = (math.prod(sizes), KEY_SIZE)
+    return deps[0].update(shape=shape, dtype=jnp.dtype("int32"))
 
 
 def _gather_keys_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    del dims  # One key serves the whole batch: it meets as one call.
+    del dims
     return _gather_keys_p.bind(*args, **params), _NOT_MAPPED
 
 
-def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, num_ranks: int, call: str) -> Any:
-    del num_ranks
+def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
     if _devices.why_apart(ctx, axes) is not None:
         return _no_keys(ctx, *deps)
+    _ffi.register()
     gather = mlir.lower_fun(
-        lambda: lax.all_gather(new_key(ctx, axes, call), axes), multiple_results=False
+        lambda *deps: lax.all_gather(new_key(*deps), axes), multiple_results=False
     )
-    with _compat.bound_axes(*_devices.axes_of(ctx)):
-        return gather(ctx.replace(avals_in=[]))
+    with _compat.bound_axes(axes, sizes):
+        return gather(ctx, *deps)
 
 
 def _no_keys(ctx: Any, *deps: Any, **params: Any) -> Any:
@@ -232,28 +240,15 @@ def _no_keys(ctx: Any, *deps: Any, **params: Any) -> Any:
 
 _gather_keys_p.def_abstract_eval(_gather_keys_abstract_eval)
 batching.primitive_batchers[_gather_keys_p] = _gather_keys_batch
-mlir.register_lowering(
-    _gather_keys_p, _gather_keys_cpu, platform="cpu", cacheable=False
-)
+mlir.register_lowering(_gather_keys_p, _gather_keys_cpu, platform="cpu")
 mlir.register_lowering(_gather_keys_p, _no_keys)
 
 
-def gather_keys(
-    axes: tuple[Any, ...], num_ranks: int, call: str, deps: Sequence[jax.Array]
-) -> jax.Array:
+def gather_keys(axes: tuple[Any, ...], deps: Sequence[jax.Array]) -> jax.Array:
     """Returns ``int32[num_ranks, 4]``: a new key of each rank along `axes`.
 
     Through XLA's own all-gather on CPU devices. Zeros elsewhere, where exchanges find
-    each other without. `deps` do not reach it: they are what the keyed exchange depends
-    on, so that JAX moves the key out of a loop only with the whole exchange, while XLA
-    may make the key before they are computed.
-
-    Args:
-      axes: mesh axes of the ranks, major first.
-      num_ranks: the product of their sizes.
-      call: what messages call the exchange.
-      deps: its operands.
+    each other without.
     """
-    return _gather_keys_p.bind(  # type: ignore[no-any-return]
-        *deps, axes=axes, num_ranks=num_ranks, call=call
-    )
+    sizes = tuple(int(lax.axis_size(axis)) for axis in axes)
+    return _gather_keys_p.bind(*deps, axes=axes, sizes=sizes)  # type: ignore[no-any-return]

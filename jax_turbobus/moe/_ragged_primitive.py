@@ -5,7 +5,6 @@ offsets and sizes) is gathered in the lowering: so each call in a program has a 
 its own, whatever JAX's transforms did to the call before.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _devices, _primitives
+from jax_turbobus.moe import _primitives
 from jax_turbobus.moe import _ragged_reference as reference
 from jax_turbobus.moe._ragged_reference import Groups
 
@@ -57,7 +56,10 @@ def exchange(
     args = (operand, output, table)
     varying = frozenset(axes).union(*map(_compat.varying_axes, args))
     operand, output, table = (_vary(x, varying)[None] for x in args)
-    out = _exchange_p.bind(operand, output, table, axes=axes, groups=groups)
+    sizes = tuple(int(lax.axis_size(axis)) for axis in axes)
+    out = _exchange_p.bind(
+        operand, output, table, axes=axes, sizes=sizes, groups=groups
+    )
     return jnp.squeeze(out, 0)
 
 
@@ -218,12 +220,10 @@ for _p in (_exchange_p, _collect_p):
 
 
 def _meet(
-    ctx: Any, table: jax.Array, axes: tuple[Any, ...], groups: Groups
+    table: jax.Array, axes: tuple[Any, ...], groups: Groups, *deps: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns ``keys, rank, tables`` of the caller's group, through one all-gather."""
-    # Even groups gather through all ranks of the axis.
-    call = f"ragged_all_to_all over axis {_label(axes)}"
-    key = _primitives.new_key(ctx, axes, call)
+    key = _primitives.new_key(*deps)
     words = jnp.concatenate([key, table.reshape(-1)])
     gathered = reference.gather_tables(words, axes, groups)
     tables = gathered[:, key.size :].reshape(-1, *table.shape)
@@ -239,7 +239,7 @@ def _label(axes: tuple[Any, ...]) -> str:
 
 
 def _exchange_cpu(
-    ctx: Any, operand: jax.Array, output: jax.Array, table: jax.Array, **params: Any
+    operand: jax.Array, output: jax.Array, table: jax.Array, **params: Any
 ) -> jax.Array:
     axes, groups = params["axes"], params["groups"]
     call = jax.ffi.ffi_call(
@@ -247,12 +247,12 @@ def _exchange_cpu(
         jax.ShapeDtypeStruct(output.shape, output.dtype),
         input_output_aliases={4: 0},
     )
-    meeting = _meet(ctx, table, axes, groups)
+    meeting = _meet(table, axes, groups, operand)
     return call(*meeting, operand, output, axis=_label(axes))
 
 
 def _collect_cpu(
-    ctx: Any, cotangent: jax.Array, table: jax.Array, *, num_rows: int, **params: Any
+    cotangent: jax.Array, table: jax.Array, *, num_rows: int, **params: Any
 ) -> jax.Array:
     axes, groups = params["axes"], params["groups"]
     batches, _, *row = cotangent.shape
@@ -260,13 +260,12 @@ def _collect_cpu(
     call = jax.ffi.ffi_call(
         f"{_TARGET}_transpose", jax.ShapeDtypeStruct(shape, cotangent.dtype)
     )
-    return call(*_meet(ctx, table, axes, groups), cotangent, axis=_label(axes))
+    return call(*_meet(table, axes, groups, cotangent), cotangent, axis=_label(axes))
 
 
 def _exchange_anywhere(
-    ctx: Any, operand: jax.Array, output: jax.Array, table: jax.Array, **params: Any
+    operand: jax.Array, output: jax.Array, table: jax.Array, **params: Any
 ) -> jax.Array:
-    del ctx
     table = jnp.broadcast_to(table, (operand.shape[0], *table.shape[1:]))
     return jax.vmap(
         lambda *args: reference.exchange(
@@ -276,25 +275,24 @@ def _exchange_anywhere(
 
 
 def _collect_anywhere(
-    ctx: Any, cotangent: jax.Array, table: jax.Array, *, num_rows: int, **params: Any
+    cotangent: jax.Array, table: jax.Array, *, num_rows: int, **params: Any
 ) -> jax.Array:
     batches, _, *row = cotangent.shape
     rows = jax.ShapeDtypeStruct((batches, num_rows, *row), cotangent.dtype)
     result: jax.Array
     (result,) = jax.linear_transpose(
-        lambda x: _exchange_anywhere(
-            ctx, x, jnp.zeros_like(cotangent), table, **params
-        ),
+        lambda x: _exchange_anywhere(x, jnp.zeros_like(cotangent), table, **params),
         rows,
     )(cotangent)
     return result
 
 
 def _lower(primitive: Primitive, function: Any, platform: str | None) -> None:
+    rule = mlir.lower_fun(function, multiple_results=False)
+
     def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
         _ffi.register()
-        rule = mlir.lower_fun(functools.partial(function, ctx), multiple_results=False)
-        with _compat.bound_axes(*_devices.axes_of(ctx)):
+        with _compat.bound_axes(params["axes"], params["sizes"]):
             return rule(ctx, *operands, **params)
 
     mlir.register_lowering(primitive, lowering, platform=platform)
