@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 
@@ -64,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       0; 2 for an option or a text that cannot be used; 130 when interrupted.
+
+    Raises:
+      RuntimeError: a step failed.
     """
     missing = [m for m in ("matplotlib", "optax") if not importlib.util.find_spec(m)]
     if missing:
@@ -84,9 +88,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ndemo: interrupted", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        # Not through the interpreter's end: a compilation that is still running on
-        # XLA's own thread would lose its client there, and crash (jax 0.10.2).
-        os._exit(130)
+        _stop()
+    except RuntimeError as error:
+        # XLA's words for an interrupt while it asked us how to split a call.
+        if "KeyboardInterrupt" not in str(error):
+            raise
+        _stop()
     return 0
+
+
+def _stop() -> NoReturn:
+    print("\ndemo: interrupted", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not through the interpreter's end: a compilation that is still running on
+    # XLA's own thread would lose its client there, and crash (jax 0.10.2).
+    os._exit(130)
