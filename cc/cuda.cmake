@@ -32,9 +32,30 @@ set_target_properties(turbobus_cuda_kernels PROPERTIES CUDA_STANDARD_REQUIRED OF
 target_compile_options(turbobus_cuda_kernels PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror>)
 
+file(GLOB cuda_moe_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/moe/cuda/*.cc)
+list(FILTER cuda_moe_sources EXCLUDE REGEX "_test\\.cc$")
+add_library(turbobus_cuda_moe STATIC ${cuda_moe_sources})
+target_include_directories(turbobus_cuda_moe SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(turbobus_cuda_moe PUBLIC turbobus_cuda_kernels turbobus_moe CUDA::cudart_static)
+
+# tb_cuda_test(<name> <file> LIBS <library>...): a test that runs on GPUs, and skips itself
+# where there is none.
+function(tb_cuda_test name file)
+  cmake_parse_arguments(ARG "" "" "LIBS" ${ARGN})
+  add_executable(${name} ${file})
+  target_link_libraries(${name} PRIVATE ${ARG_LIBS} CUDA::cudart_static GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+endfunction()
+if(TURBOBUS_TESTS)
+  file(GLOB cuda_moe_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/moe/cuda/*_test.cc)
+  foreach(test IN LISTS cuda_moe_tests)
+    get_filename_component(stem ${test} NAME_WE)
+    tb_cuda_test(moe_cuda_${stem} ${test} LIBS turbobus_cuda_moe)
+  endforeach()
+endif()
+
 file(GLOB cuda_sources CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_SOURCE_DIR}/transport/cuda/*.cc
-  ${CMAKE_CURRENT_SOURCE_DIR}/moe/cuda/*.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/cuda/*.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/python/cuda/*.cc)
 list(FILTER cuda_sources EXCLUDE REGEX "_test\\.cc$")
@@ -44,6 +65,6 @@ pybind11_add_module(_cuda ${cuda_sources}
   ${CMAKE_CURRENT_SOURCE_DIR}/python/raise.cc)
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXLIB_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
 target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(_cuda PRIVATE turbobus_cuda_kernels turbobus_engine turbobus_moe
+target_link_libraries(_cuda PRIVATE turbobus_cuda_moe turbobus_cuda_kernels turbobus_engine turbobus_moe
   turbobus_offload CUDA::cudart_static)
 install(TARGETS _cuda DESTINATION jax_turbobus)
