@@ -1,0 +1,248 @@
+#include "ffi/cuda/moe_calls.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+
+#include "moe/cuda/gpu_exchange.h"
+
+namespace turbobus::ffi {
+namespace {
+
+using moe::cuda::Caller;
+using moe::cuda::DType;
+using moe::cuda::Shape;
+
+StatusOr<Caller> FindCaller(const GpuContext& context,
+                            const GpuExchange& exchange,
+                            std::string_view name) {
+  const std::string op =
+      std::string(name) + " over axis " + std::string(exchange.axis);
+  if (exchange.devices.size() != exchange.ranks.size() ||
+      exchange.devices.size() != exchange.groups.size()) {
+    return Internal(op + ": devices, ranks, groups: different lengths");
+  }
+  const auto* at = std::find(exchange.devices.begin(), exchange.devices.end(),
+                             context.device);
+  if (at == exchange.devices.end()) {
+    return FailedPrecondition(
+        op + ": runs on GPU " + std::to_string(context.device) +
+        ", which is not in the mesh that it was compiled for");
+  }
+  const int64_t index = at - exchange.devices.begin();
+  const int64_t num_ranks = std::count(
+      exchange.groups.begin(), exchange.groups.end(), exchange.groups[index]);
+  if (num_ranks > moe::cuda::kMaxRanks) {
+    return Unimplemented(op + ": " + std::to_string(num_ranks) +
+                         " GPUs in a group, at most " +
+                         std::to_string(moe::cuda::kMaxRanks));
+  }
+  auto& meeting = moe::BlockingMeeting::Process();
+  Caller caller;
+  caller.op = op;
+  caller.device = context.device;
+  caller.rank = static_cast<int>(exchange.ranks[index]);
+  caller.num_ranks = static_cast<int>(num_ranks);
+  caller.key = {
+      .run_id = context.run_id,
+      .position = meeting.NextPosition(context.run_id, context.device),
+      .group = exchange.groups[index]};
+  caller.stream = context.stream;
+  caller.meeting = &meeting;
+  return caller;
+}
+
+StatusOr<Shape> ToShape(const Sizes& sizes, const Caller& caller) {
+  const moe::ExchangeShape& from = sizes.config.shape;
+  if (from.top_k > moe::cuda::kMaxTopK ||
+      from.num_experts > moe::cuda::kMaxExperts) {
+    return Unimplemented("top_k, num_experts: at most " +
+                         std::to_string(moe::cuda::kMaxTopK) + " and " +
+                         std::to_string(moe::cuda::kMaxExperts) +
+                         " on GPUs, got " + std::to_string(from.top_k) +
+                         " and " + std::to_string(from.num_experts));
+  }
+  Shape shape;
+  shape.rank = caller.rank;
+  shape.num_ranks = caller.num_ranks;
+  shape.num_tokens = static_cast<int>(from.num_tokens);
+  shape.top_k = from.top_k;
+  shape.num_experts = from.num_experts;
+  shape.num_local_experts = from.num_local_experts();
+  shape.row_bytes = sizes.config.row_bytes;
+  shape.num_rows = from.recv_capacity;
+  shape.expert_capacity = static_cast<int>(from.expert_capacity);
+  return shape;
+}
+
+DType ToDType(moe::Element element) {
+  switch (element) {
+    case moe::Element::kF32:
+      return DType::kF32;
+    case moe::Element::kF64:
+      return DType::kF64;
+    case moe::Element::kF16:
+      return DType::kF16;
+    case moe::Element::kBF16:
+      return DType::kBF16;
+  }
+  return DType::kOther;
+}
+
+/// Entry `batch` of a buffer that has `num_batches` of them.
+template <typename T = uint8_t>
+T* Entry(const AnyBuffer& buffer, int64_t batch, int64_t num_batches) {
+  return reinterpret_cast<T*>(static_cast<uint8_t*>(buffer.untyped_data()) +
+                              batch * (buffer.size_bytes() / num_batches));
+}
+
+/// Calls `run(caller, batch)` for each entry of the leading axes. An error
+/// before the meeting is told to the ranks that wait there.
+template <typename Run>
+Status ForBatches(Caller& caller, const Status& decoded, int64_t num_batches,
+                  Run run) {
+  if (!decoded.ok()) {
+    caller.meeting->Fail(
+        caller.key,
+        {.op = caller.op, .rank = caller.rank, .num_ranks = caller.num_ranks},
+        decoded);
+    return decoded.WithContext(caller.op);
+  }
+  for (int64_t batch = 0; batch < num_batches; ++batch) {
+    if (batch > 0) {
+      caller.key.position =
+          caller.meeting->NextPosition(caller.key.run_id, caller.device);
+    }
+    TB_RETURN_IF_ERROR(run(batch));
+  }
+  return OkStatus();
+}
+
+}  // namespace
+
+Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
+                     const AnyBuffer& tokens, const AnyBuffer& expert_ids,
+                     const AnyBuffer& rows, const AnyBuffer& group_sizes,
+                     const AnyBuffer& wanted, const AnyBuffer& slots) {
+  const Attributes attributes = exchange.Named("dispatch");
+  TB_ASSIGN_OR_RETURN(Caller caller,
+                      FindCaller(context, exchange, attributes.op));
+  moe::cuda::GpuDispatch call;
+  int64_t num_batches = 1;
+  const auto decode = [&]() -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
+                                                  tokens, expert_ids, rows));
+    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+    TB_RETURN_IF_ERROR(
+        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
+    TB_RETURN_IF_ERROR(CheckShape(wanted, "wanted", sizes.LocalExperts()));
+    TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
+    num_batches = sizes.config.num_batches;
+    const moe::cuda::Shape& shape = call.shape;
+    const int64_t plan_ints =
+        PlanScratchBytes(shape) / static_cast<int64_t>(sizeof(int32_t));
+    const int64_t arrivals_ints =
+        static_cast<int64_t>(shape.num_ranks) * shape.num_tokens * shape.top_k;
+    TB_ASSIGN_OR_RETURN(
+        void* const scratch,
+        context.allocate((shape.num_experts + plan_ints + arrivals_ints) *
+                         static_cast<int64_t>(sizeof(int32_t))));
+    call.counts = static_cast<int32_t*>(scratch);
+    call.block_offsets = call.counts + shape.num_experts;
+    call.arrivals = call.block_offsets + plan_ints;
+    // With one choice a token has at most one row: nothing to expand.
+    call.is_deduplicated = call.shape.top_k > 1;
+    return OkStatus();
+  };
+  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+    call.tokens = Entry(tokens, batch, num_batches);
+    call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
+    call.rows = Entry(rows, batch, num_batches);
+    call.group_sizes = Entry<int32_t>(group_sizes, batch, num_batches);
+    call.wanted = Entry<int32_t>(wanted, batch, num_batches);
+    call.slots = Entry<int32_t>(slots, batch, num_batches);
+    return RunDispatch(caller, call);
+  });
+}
+
+Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
+                    const AnyBuffer& rows, const AnyBuffer& expert_ids,
+                    const AnyBuffer& slots, const AnyBuffer* weights,
+                    const AnyBuffer& sums) {
+  const Attributes attributes =
+      exchange.Named(weights == nullptr ? "dispatch's gradient" : "combine");
+  TB_ASSIGN_OR_RETURN(Caller caller,
+                      FindCaller(context, exchange, attributes.op));
+  moe::cuda::GpuCombine call;
+  int64_t num_batches = 1;
+  const auto decode = [&]() -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
+                                                  sums, expert_ids, rows));
+    TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
+    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+    if (weights != nullptr) {
+      TB_RETURN_IF_ERROR(CheckShape(*weights, "weights", sizes.Choices()));
+      TB_RETURN_IF_ERROR(CheckType(*weights, "weights", WeightType(element)));
+    }
+    TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
+    call.dtype = ToDType(element);
+    num_batches = sizes.config.num_batches;
+    TB_ASSIGN_OR_RETURN(
+        void* const scratch,
+        context.allocate(call.shape.num_ranks * call.shape.row_bytes *
+                         static_cast<int64_t>(call.shape.num_tokens)));
+    call.partials = static_cast<uint8_t*>(scratch);
+    return OkStatus();
+  };
+  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+    call.rows = Entry(rows, batch, num_batches);
+    call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
+    call.slots = Entry<int32_t>(slots, batch, num_batches);
+    if (weights != nullptr) call.weights = Entry(*weights, batch, num_batches);
+    call.sums = Entry(sums, batch, num_batches);
+    return RunCombine(caller, call);
+  });
+}
+
+Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
+                        const AnyBuffer& sum_grads, const AnyBuffer& rows,
+                        const AnyBuffer& expert_ids, const AnyBuffer& slots,
+                        const AnyBuffer& weights, const AnyBuffer& group_sizes,
+                        const AnyBuffer& row_grads,
+                        const AnyBuffer& weight_grads) {
+  const Attributes attributes = exchange.Named("combine's gradient");
+  TB_ASSIGN_OR_RETURN(Caller caller,
+                      FindCaller(context, exchange, attributes.op));
+  moe::cuda::GpuCombineGrad call;
+  int64_t num_batches = 1;
+  const auto decode = [&]() -> Status {
+    TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
+                                                  sum_grads, expert_ids, rows));
+    TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
+    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckShape(weights, "weights", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckType(weights, "weights", WeightType(element)));
+    TB_RETURN_IF_ERROR(
+        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
+    TB_RETURN_IF_ERROR(CheckShape(row_grads, "row_grads", sizes.Rows()));
+    TB_RETURN_IF_ERROR(
+        CheckShape(weight_grads, "weight_grads", sizes.Choices()));
+    TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
+    call.dtype = ToDType(element);
+    num_batches = sizes.config.num_batches;
+    return OkStatus();
+  };
+  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+    call.sum_grads = Entry(sum_grads, batch, num_batches);
+    call.rows = Entry(rows, batch, num_batches);
+    call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
+    call.slots = Entry<int32_t>(slots, batch, num_batches);
+    call.weights = Entry(weights, batch, num_batches);
+    call.group_sizes = Entry<int32_t>(group_sizes, batch, num_batches);
+    call.row_grads = Entry(row_grads, batch, num_batches);
+    call.weight_grads = Entry(weight_grads, batch, num_batches);
+    return RunCombineGrad(caller, call);
+  });
+}
+
+}  // namespace turbobus::ffi

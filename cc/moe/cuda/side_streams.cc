@@ -1,0 +1,146 @@
+#include "moe/cuda/side_streams.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace turbobus::moe::cuda {
+namespace {
+
+// Exchanges of programs that failed between start and finish are forgotten
+// when so many are newer.
+constexpr size_t kMaxUnderWay = 4096;
+
+constexpr int64_t kAlignment = 256;
+
+Status Wait(cudaStream_t stream, const SharedEvent& event) {
+  return FromCuda(cudaStreamWaitEvent(stream, event.get(), 0),
+                  "cudaStreamWaitEvent");
+}
+
+}  // namespace
+
+StatusOr<std::unique_ptr<SideStreams::Lane>> SideStreams::Lane::Create() {
+  int least = 0;
+  int greatest = 0;
+  TB_RETURN_IF_ERROR(
+      FromCuda(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+               "cudaDeviceGetStreamPriorityRange"));
+  cudaStream_t stream = nullptr;
+  // An exchange's few blocks go before the experts' many: others wait for it.
+  TB_RETURN_IF_ERROR(FromCuda(
+      cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+      "cudaStreamCreateWithPriority"));
+  return std::unique_ptr<Lane>(new Lane(stream));
+}
+
+StatusOr<void*> SideStreams::Lane::Allocate(int64_t size_bytes) {
+  const int64_t wanted = std::max(size_bytes, kAlignment);
+  if (used_bytes_ + wanted > block_bytes_) {
+    // The old block stays: freeing it would wait for the device. Doubling keeps
+    // all of them below twice what is needed.
+    const int64_t bytes = std::max(wanted, 2 * block_bytes_);
+    void* block = nullptr;
+    if (const cudaError_t error = cudaMalloc(&block, bytes);
+        error != cudaSuccess) {
+      (void)cudaGetLastError();
+      return ResourceExhausted(
+          "no " + std::to_string(bytes) +
+          " bytes of device memory for an exchange beside the experts (" +
+          cudaGetErrorName(error) +
+          "); leave more to it, by XLA_PYTHON_CLIENT_MEM_FRACTION for example");
+    }
+    block_ = static_cast<uint8_t*>(block);
+    block_bytes_ = bytes;
+    used_bytes_ = 0;
+  }
+  void* const result = block_ + used_bytes_;
+  used_bytes_ += (wanted + kAlignment - 1) / kAlignment * kAlignment;
+  return result;
+}
+
+SideStreams& SideStreams::Process() {
+  static auto* const streams = new SideStreams;
+  return *streams;
+}
+
+StatusOr<std::unique_ptr<SideStreams::Lane>> SideStreams::TakeLane(int device) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::unique_ptr<Lane>>& lanes = free_[device];
+    if (!lanes.empty()) {
+      std::unique_ptr<Lane> lane = std::move(lanes.back());
+      lanes.pop_back();
+      lane->used_bytes_ = 0;
+      return lane;
+    }
+  }
+  return Lane::Create();
+}
+
+Status SideStreams::AwaitOthers(const Program& program) {
+  std::vector<SharedEvent> ends;
+  {
+    const std::lock_guard lock(mutex_);
+    for (UnderWay& one : under_way_) {
+      if (one.program.device != program.device || one.is_awaited ||
+          one.program.run_id == program.run_id) {
+        continue;
+      }
+      one.is_awaited = true;
+      ends.push_back(one.end);
+    }
+  }
+  for (const SharedEvent& end : ends) {
+    TB_RETURN_IF_ERROR(Wait(program.stream, end));
+  }
+  return OkStatus();
+}
+
+Status SideStreams::Run(const Program& program,
+                        const std::vector<const void*>& results,
+                        const std::function<Status(Lane&)>& enqueue) {
+  TB_RETURN_IF_ERROR(AwaitOthers(program));
+  TB_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane(program.device));
+  TB_ASSIGN_OR_RETURN(
+      const SharedEvent begin,
+      EventPool::Process().Record(program.device, program.stream));
+  TB_RETURN_IF_ERROR(Wait(lane->stream(), begin));
+  const Status status = enqueue(*lane);
+  TB_ASSIGN_OR_RETURN(SharedEvent end, EventPool::Process().Record(
+                                           program.device, lane->stream()));
+  if (!status.ok()) {
+    // The program ends here: its buffers go when its stream has come so far.
+    TB_RETURN_IF_ERROR(Wait(program.stream, end));
+  }
+  const std::lock_guard lock(mutex_);
+  free_[program.device].push_back(std::move(lane));
+  if (!status.ok()) return status;
+  under_way_.push_back({program, results, std::move(end)});
+  if (under_way_.size() > kMaxUnderWay) under_way_.pop_front();
+  return OkStatus();
+}
+
+Status SideStreams::Join(const Program& program,
+                         const std::vector<const void*>& results) {
+  SharedEvent end;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto it = std::ranges::find_if(under_way_, [&](const UnderWay& one) {
+      return one.program.device == program.device &&
+             one.program.run_id == program.run_id && one.results == results;
+    });
+    if (it != under_way_.end()) {
+      end = std::move(it->end);
+      under_way_.erase(it);
+    }
+  }
+  if (end == nullptr) {
+    return FailedPrecondition(
+        "no exchange with these results is under way: XLA copied or moved what "
+        "an unfinished exchange writes; please report the program");
+  }
+  return Wait(program.stream, end);
+}
+
+}  // namespace turbobus::moe::cuda

@@ -1,0 +1,88 @@
+#ifndef TURBOBUS_MOE_CUDA_SIDE_STREAMS_H_
+#define TURBOBUS_MOE_CUDA_SIDE_STREAMS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "moe/cuda/events.h"
+
+namespace turbobus::moe::cuda {
+
+/// Exchanges that run beside a program's compute: each is enqueued on a stream
+/// of ours, which waits for what the program has enqueued so far, and later the
+/// program's stream waits for it.
+///
+/// Thread-safe; the current device must be the program's. No lock is held while
+/// an exchange is enqueued (it meets other ranks).
+class SideStreams {
+ public:
+  /// A program that is being enqueued on a device.
+  struct Program {
+    int device = 0;
+    int64_t run_id = 0;
+    cudaStream_t stream = nullptr;
+  };
+
+  /// A stream and its scratch memory, lent to one call at a time. Calls that
+  /// follow each other use the same memory: the stream keeps them in order.
+  class Lane {
+   public:
+    static StatusOr<std::unique_ptr<Lane>> Create();
+
+    cudaStream_t stream() const { return stream_; }
+
+    /// Device memory that is this call's until the stream has passed it.
+    StatusOr<void*> Allocate(int64_t size_bytes);
+
+   private:
+    friend class SideStreams;
+    explicit Lane(cudaStream_t stream) : stream_(stream) {}
+
+    cudaStream_t stream_;
+    uint8_t* block_ = nullptr;
+    int64_t block_bytes_ = 0;
+    int64_t used_bytes_ = 0;
+  };
+
+  static SideStreams& Process();
+
+  /// Enqueues an exchange by `enqueue`, which gets its lane. `results` tell it
+  /// from others until `Join`. If it fails, the program's stream waits for
+  /// whatever was enqueued.
+  Status Run(const Program& program, const std::vector<const void*>& results,
+             const std::function<Status(Lane&)>& enqueue);
+
+  /// Makes the program's stream wait for the exchange that has these results.
+  /// FAILED_PRECONDITION if there is none under way.
+  Status Join(const Program& program, const std::vector<const void*>& results);
+
+ private:
+  struct UnderWay {
+    Program program;
+    std::vector<const void*> results;
+    SharedEvent end;
+    /// Whether a later program's stream waits for it: its own may have failed.
+    bool is_awaited = false;
+  };
+
+  StatusOr<std::unique_ptr<Lane>> TakeLane(int device);
+  /// Makes `program`'s stream wait for what other programs left on its device.
+  Status AwaitOthers(const Program& program);
+
+  std::mutex mutex_;
+  std::map<int, std::vector<std::unique_ptr<Lane>>>
+      free_;                        // Guarded by mutex_.
+  std::deque<UnderWay> under_way_;  // Guarded by mutex_; oldest first.
+};
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_SIDE_STREAMS_H_
