@@ -236,8 +236,8 @@ def test_chunks_give_what_the_whole_does():
 
 
 CODE = """
-import logging; logging.basicConfig(level=logging.INFO)
-import sys; sys.stderr = sys.stdout
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import test_gpu_exchange as t
 from moe_mesh import on_mesh, scaling_layer
 import jax

@@ -96,24 +96,24 @@ T* Entry(const AnyBuffer& buffer, int64_t batch, int64_t num_batches) {
                               batch * (buffer.size_bytes() / num_batches));
 }
 
-/// Calls `run(caller, batch)` for each entry of the leading axes. An error
-/// before the meeting is told to the ranks that wait there.
+/// Calls `run(batch, num_batches)` for each entry of the leading axes;
+/// `decoded` is their number. An error before the meeting is told to the ranks
+/// that wait there.
 template <typename Run>
-Status ForBatches(Caller& caller, const Status& decoded, int64_t num_batches,
-                  Run run) {
+Status ForBatches(Caller& caller, const StatusOr<int64_t>& decoded, Run run) {
   if (!decoded.ok()) {
     caller.meeting->Fail(
         caller.key,
         {.op = caller.op, .rank = caller.rank, .num_ranks = caller.num_ranks},
-        decoded);
-    return decoded.WithContext(caller.op);
+        decoded.status());
+    return decoded.status().WithContext(caller.op);
   }
-  for (int64_t batch = 0; batch < num_batches; ++batch) {
+  for (int64_t batch = 0; batch < *decoded; ++batch) {
     if (batch > 0) {
       caller.key.position =
           caller.meeting->NextPosition(caller.key.run_id, caller.device);
     }
-    TB_RETURN_IF_ERROR(run(batch));
+    TB_RETURN_IF_ERROR(run(batch, *decoded));
   }
   return OkStatus();
 }
@@ -128,8 +128,7 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
   moe::cuda::GpuDispatch call;
-  int64_t num_batches = 1;
-  const auto decode = [&]() -> Status {
+  const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   tokens, expert_ids, rows));
     TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
@@ -137,7 +136,6 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
         CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
     TB_RETURN_IF_ERROR(CheckShape(wanted, "wanted", sizes.LocalExperts()));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
-    num_batches = sizes.config.num_batches;
     const moe::cuda::Shape& shape = call.shape;
     const int64_t plan_ints =
         PlanScratchBytes(shape) / static_cast<int64_t>(sizeof(int32_t));
@@ -152,9 +150,9 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
     call.arrivals = call.block_offsets + plan_ints;
     // With one choice a token has at most one row: nothing to expand.
     call.is_deduplicated = call.shape.top_k > 1;
-    return OkStatus();
+    return sizes.config.num_batches;
   };
-  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+  return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
     call.tokens = Entry(tokens, batch, num_batches);
     call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
     call.rows = Entry(rows, batch, num_batches);
@@ -174,8 +172,7 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
   moe::cuda::GpuCombine call;
-  int64_t num_batches = 1;
-  const auto decode = [&]() -> Status {
+  const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sums, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
@@ -186,15 +183,14 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
     }
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
-    num_batches = sizes.config.num_batches;
     TB_ASSIGN_OR_RETURN(
         void* const scratch,
         context.allocate(call.shape.num_ranks * call.shape.row_bytes *
                          static_cast<int64_t>(call.shape.num_tokens)));
     call.partials = static_cast<uint8_t*>(scratch);
-    return OkStatus();
+    return sizes.config.num_batches;
   };
-  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+  return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
     call.rows = Entry(rows, batch, num_batches);
     call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
     call.slots = Entry<int32_t>(slots, batch, num_batches);
@@ -214,8 +210,7 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
   moe::cuda::GpuCombineGrad call;
-  int64_t num_batches = 1;
-  const auto decode = [&]() -> Status {
+  const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sum_grads, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
@@ -229,10 +224,9 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
         CheckShape(weight_grads, "weight_grads", sizes.Choices()));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
-    num_batches = sizes.config.num_batches;
-    return OkStatus();
+    return sizes.config.num_batches;
   };
-  return ForBatches(caller, decode(), num_batches, [&](int64_t batch) {
+  return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
     call.sum_grads = Entry(sum_grads, batch, num_batches);
     call.rows = Entry(rows, batch, num_batches);
     call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
