@@ -61,6 +61,39 @@ std::vector<RaggedRun> KeepLastWriters(const std::vector<RaggedRun>& runs) {
 
 }  // namespace
 
+Status CheckRaggedSlice(const RaggedSlice& slice, int64_t operand_rows,
+                        int64_t output_rows) {
+  const int peer = slice.slice / slice.slices_per_rank;
+  const int64_t size = slice.send_size;
+  const auto text = [](int64_t number) { return std::to_string(number); };
+  std::string what;
+  if (size < 0) {
+    what = "send_sizes must not be negative, got " + text(size);
+  } else if (slice.input_offset < 0 ||
+             (size > 0 && slice.input_offset + size > operand_rows)) {
+    what = "input_offsets and send_sizes must stay within the operand's " +
+           text(operand_rows) + " rows, got " + text(size) + " rows from row " +
+           text(slice.input_offset);
+  } else if (slice.output_offset < 0 ||
+             (size > 0 && slice.output_offset + size > output_rows)) {
+    what = "output_offsets and send_sizes must stay within the result's " +
+           text(output_rows) + " rows, got " + text(size) + " rows to row " +
+           text(slice.output_offset);
+  } else if (slice.recv_size != size) {
+    const int back = slice.rank * slice.slices_per_rank +
+                     slice.slice % slice.slices_per_rank;
+    what = "it sends " + text(size) + " rows, but rank " + text(peer) +
+           " expects recv_sizes[" + text(back) +
+           "] = " + text(slice.recv_size) +
+           "; recv_sizes must be the all_to_all of send_sizes";
+  } else {
+    return OkStatus();
+  }
+  return InvalidArgument("ragged_all_to_all: slice " + text(slice.slice) +
+                         " of rank " + text(slice.rank) + ", for rank " +
+                         text(peer) + ": " + what);
+}
+
 RaggedTable::RaggedTable(std::span<const int32_t> fields, int num_ranks,
                          int num_slices)
     : fields_(fields),
@@ -68,43 +101,20 @@ RaggedTable::RaggedTable(std::span<const int32_t> fields, int num_ranks,
       num_slices_(num_slices),
       slices_per_rank_(num_slices / num_ranks) {}
 
-Status RaggedTable::CheckSlice(int rank, int slice, int64_t operand_rows,
-                               int64_t output_rows) const {
-  const int peer = slice / slices_per_rank_;
-  const int64_t begin = At(rank, kInputOffset, slice);
-  const int64_t size = At(rank, kSendSize, slice);
-  const int64_t target = At(rank, kOutputOffset, slice);
-  const int back = rank * slices_per_rank_ + slice % slices_per_rank_;
-  const int64_t expected = At(peer, kRecvSize, back);
-
-  const auto text = [](int64_t number) { return std::to_string(number); };
-  std::string what;
-  if (size < 0) {
-    what = "send_sizes must not be negative, got " + text(size);
-  } else if (begin < 0 || (size > 0 && begin + size > operand_rows)) {
-    what = "input_offsets and send_sizes must stay within the operand's " +
-           text(operand_rows) + " rows, got " + text(size) + " rows from row " +
-           text(begin);
-  } else if (target < 0 || (size > 0 && target + size > output_rows)) {
-    what = "output_offsets and send_sizes must stay within the result's " +
-           text(output_rows) + " rows, got " + text(size) + " rows to row " +
-           text(target);
-  } else if (expected != size) {
-    what = "it sends " + text(size) + " rows, but rank " + text(peer) +
-           " expects recv_sizes[" + text(back) + "] = " + text(expected) +
-           "; recv_sizes must be the all_to_all of send_sizes";
-  } else {
-    return OkStatus();
-  }
-  return InvalidArgument("ragged_all_to_all: slice " + text(slice) +
-                         " of rank " + text(rank) + ", for rank " + text(peer) +
-                         ": " + what);
-}
-
 Status RaggedTable::Check(int64_t operand_rows, int64_t output_rows) const {
   for (int rank = 0; rank < num_ranks_; ++rank) {
     for (int slice = 0; slice < num_slices_; ++slice) {
-      TB_RETURN_IF_ERROR(CheckSlice(rank, slice, operand_rows, output_rows));
+      const int peer = slice / slices_per_rank_;
+      const int back = rank * slices_per_rank_ + slice % slices_per_rank_;
+      TB_RETURN_IF_ERROR(
+          CheckRaggedSlice({.rank = rank,
+                            .slice = slice,
+                            .slices_per_rank = slices_per_rank_,
+                            .input_offset = At(rank, kInputOffset, slice),
+                            .send_size = At(rank, kSendSize, slice),
+                            .output_offset = At(rank, kOutputOffset, slice),
+                            .recv_size = At(peer, kRecvSize, back)},
+                           operand_rows, output_rows));
     }
   }
   return OkStatus();
@@ -121,7 +131,8 @@ std::vector<RaggedRun> RaggedTable::RunsInto(int rank) const {
                       .destination = rank,
                       .operand_row = At(source, kInputOffset, slice),
                       .output_row = At(source, kOutputOffset, slice),
-                      .num_rows = num_rows});
+                      .num_rows = num_rows,
+                      .slice = slice});
     }
   }
   std::vector<RaggedRun> sorted = runs;

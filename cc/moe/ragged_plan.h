@@ -17,9 +17,26 @@ struct RaggedRun {
   int64_t operand_row = 0;
   int64_t output_row = 0;
   int64_t num_rows = 0;
+  int slice = 0;  // The source's slice that it is of, or a part of.
 
   friend bool operator==(const RaggedRun&, const RaggedRun&) = default;
 };
+
+/// One slice of one rank, as the ranks' tables have it.
+struct RaggedSlice {
+  int rank = 0;
+  int slice = 0;
+  int slices_per_rank = 1;
+  int64_t input_offset = 0;
+  int64_t send_size = 0;
+  int64_t output_offset = 0;
+  int64_t recv_size = 0;  // What its receiver expects of it.
+};
+
+/// INVALID_ARGUMENT, naming rank and slice, if it leaves the operand or the
+/// result, or if its receiver expects another size.
+Status CheckRaggedSlice(const RaggedSlice& slice, int64_t operand_rows,
+                        int64_t output_rows);
 
 /// What all ranks of a ragged exchange want, as it came through an all-gather:
 /// `int32[num_ranks, 4, num_slices]`, the four being input offsets, send sizes,
@@ -55,9 +72,6 @@ class RaggedTable {
   int64_t At(int rank, Field field, int slice) const {
     return fields_[(int64_t{rank} * 4 + field) * num_slices_ + slice];
   }
-
-  Status CheckSlice(int rank, int slice, int64_t operand_rows,
-                    int64_t output_rows) const;
 
   std::span<const int32_t> fields_;
   int num_ranks_;

@@ -19,9 +19,9 @@ TEST(RaggedTableTest, TheDocumentedExampleHasFourRuns) {
   EXPECT_EQ(table.RunsInto(0),
             (std::vector<RaggedRun>{{0, 0, 0, 0, 1}, {1, 0, 0, 1, 1}}));
   EXPECT_EQ(table.RunsInto(1),
-            (std::vector<RaggedRun>{{0, 1, 1, 0, 2}, {1, 1, 1, 2, 1}}));
+            (std::vector<RaggedRun>{{0, 1, 1, 0, 2, 1}, {1, 1, 1, 2, 1, 1}}));
   EXPECT_EQ(table.RunsFrom(0),
-            (std::vector<RaggedRun>{{0, 0, 0, 0, 1}, {0, 1, 1, 0, 2}}));
+            (std::vector<RaggedRun>{{0, 0, 0, 0, 1}, {0, 1, 1, 0, 2, 1}}));
 }
 
 TEST(RaggedTableTest, ASliceThatLeavesItsArrayIsRefusedByName) {
@@ -53,7 +53,7 @@ TEST(RaggedTableTest, WhereSlicesMeetTheLaterOneWins) {
   const Fields fields = {0, 6, 6, 2, 0, 2, 6, 2};
   EXPECT_EQ(RaggedTable(fields, 1, 2).RunsInto(0),
             (std::vector<RaggedRun>{
-                {0, 0, 0, 0, 2}, {0, 0, 6, 2, 2}, {0, 0, 4, 4, 2}}));
+                {0, 0, 0, 0, 2, 0}, {0, 0, 6, 2, 2, 1}, {0, 0, 4, 4, 2, 0}}));
 }
 
 TEST(RaggedTableTest, RandomOverlapsEqualRowByRowWriting) {

@@ -111,6 +111,11 @@ void AddUp(RowElement element, std::span<const std::byte* const> rows,
 
 int64_t End(const RaggedRun& run) { return run.operand_row + run.num_rows; }
 
+/// The order of addition. A slice has a row once at most.
+bool IsBefore(const RaggedRun* a, const RaggedRun* b) {
+  return a->slice < b->slice;
+}
+
 }  // namespace
 
 int64_t ElementBytes(RowElement element) {
@@ -148,7 +153,10 @@ void SumRows(std::span<const RaggedRun> runs, RowElement element,
     std::erase_if(active,
                   [&](const RaggedRun* run) { return End(*run) <= row; });
     for (; next < runs.size() && runs[next].operand_row <= row; ++next) {
-      if (End(runs[next]) > row) active.push_back(&runs[next]);
+      if (End(runs[next]) <= row) continue;
+      active.insert(
+          std::upper_bound(active.begin(), active.end(), &runs[next], IsBefore),
+          &runs[next]);
     }
     int64_t stop =
         next < runs.size() ? std::min(end, runs[next].operand_row) : end;

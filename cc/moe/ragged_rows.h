@@ -23,9 +23,8 @@ void PullRows(std::span<const RaggedRun> runs, int64_t row_bytes,
 
 /// The transpose of what one rank sends: for each row of its operand, the sum
 /// of the `cotangents` (one pointer a rank) of the result rows it was sent to,
-/// zero if to none. `runs` as `RunsFrom` returns them. The order of addition
-/// depends on the runs alone. Half precision is added in float32 and rounded
-/// once. Synchronous.
+/// zero if to none. `runs` as `RunsFrom` returns them. They are added in the
+/// order of the slices; half precision in float32, rounded once. Synchronous.
 void SumRows(std::span<const RaggedRun> runs, RowElement element,
              int64_t row_bytes, int64_t begin, int64_t end,
              std::span<const std::byte* const> cotangents, std::byte* result);

@@ -41,6 +41,18 @@ TEST(SumRowsTest, ARowSentNowhereGetsZeroAndOneSentTwiceTheSum) {
   EXPECT_EQ(result, (std::vector<float>{3, 4 + 10, 20, 0}));
 }
 
+TEST(SumRowsTest, RunsAreAddedInTheOrderOfTheirSlices) {
+  const std::vector<float> cotangent = {9, 1, 1e8F, -1e8F};
+  std::vector<float> result(2, -1);
+  const std::vector<const std::byte*> cotangents = {Bytes(cotangent)};
+  // Row 1 went to row 1 as slice 2's second row, to 2 and 3 in slices 0 and 1.
+  SumRows(
+      std::vector<RaggedRun>{
+          {0, 0, 0, 0, 2, 2}, {0, 0, 1, 3, 1, 1}, {0, 0, 1, 2, 1, 0}},
+      RowElement::kFloat32, 4, 0, 2, cotangents, Bytes(result));
+  EXPECT_EQ(result, (std::vector<float>{9, 1e8F - 1e8F + 1}));
+}
+
 TEST(SumRowsTest, NestedRunsEqualRowByRowAddition) {
   std::vector<double> cotangent(64);
   for (size_t i = 0; i < cotangent.size(); ++i)

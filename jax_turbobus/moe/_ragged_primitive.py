@@ -2,26 +2,37 @@
 
 What ranks must know of each other (a key that names the call, and everybody's
 offsets and sizes) is gathered in the lowering: so each call in a program has a key of
-its own, whatever JAX's transforms did to the call before.
+its own, whatever JAX's transforms did to the call before. GPUs that reach each other's
+memory need neither: a call is known by its place in the run, and tables are read where
+they lie.
 """
 
+import functools
+import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _primitives
+from jax_turbobus.moe import _devices, _primitives
 from jax_turbobus.moe import _ragged_reference as reference
 from jax_turbobus.moe._ragged_reference import Groups
 
 __all__ = ["exchange"]
 
 _TARGET = "turbobus_ragged_all_to_all"
+_log = logging.getLogger("jax_turbobus")
+
+# What a handler for GPUs takes: `kMaxRanks` and `kMaxRaggedSlices` in cc/moe/cuda.
+_MAX_GPU_RANKS = 16
+_MAX_GPU_SLICES = 16384
 
 # What the handlers can add up; other floating-point rows are summed as float32.
 _SUMMABLE = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
@@ -56,6 +67,9 @@ def exchange(
     args = (operand, output, table)
     varying = frozenset(axes).union(*map(_compat.varying_axes, args))
     operand, output, table = (_vary(x, varying)[None] for x in args)
+    if operand.size == 0 or output.size == 0:
+        # Nothing can move; and XLA of JAX 0.11 does not compile such a call on CPU.
+        return jnp.squeeze(output, 0)
     sizes = tuple(int(lax.axis_size(axis)) for axis in axes)
     out = _exchange_p.bind(
         operand, output, table, axes=axes, sizes=sizes, groups=groups
@@ -277,14 +291,98 @@ def _exchange_anywhere(
 def _collect_anywhere(
     cotangent: jax.Array, table: jax.Array, *, num_rows: int, **params: Any
 ) -> jax.Array:
+    table = jnp.broadcast_to(table, (cotangent.shape[0], *table.shape[1:]))
+    return jax.vmap(
+        lambda *args: reference.collect(
+            *args,
+            num_rows=num_rows,
+            axis_name=params["axes"],
+            groups=params["groups"],
+        )
+    )(cotangent, table)
+
+
+def _exchange_gpu(
+    operand: jax.Array,
+    output: jax.Array,
+    table: jax.Array,
+    *,
+    ranks: dict[str, np.ndarray],
+    **params: Any,
+) -> jax.Array:
+    call = jax.ffi.ffi_call(
+        _TARGET,
+        jax.ShapeDtypeStruct(output.shape, output.dtype),
+        input_output_aliases={2: 0},
+    )
+    return call(table, operand, output, axis=_label(params["axes"]), **ranks)
+
+
+def _collect_gpu(
+    cotangent: jax.Array,
+    table: jax.Array,
+    *,
+    num_rows: int,
+    ranks: dict[str, np.ndarray],
+    **params: Any,
+) -> jax.Array:
     batches, _, *row = cotangent.shape
-    rows = jax.ShapeDtypeStruct((batches, num_rows, *row), cotangent.dtype)
-    result: jax.Array
-    (result,) = jax.linear_transpose(
-        lambda x: _exchange_anywhere(x, jnp.zeros_like(cotangent), table, **params),
-        rows,
-    )(cotangent)
-    return result
+    call = jax.ffi.ffi_call(
+        f"{_TARGET}_transpose",
+        jax.ShapeDtypeStruct((batches, num_rows, *row), cotangent.dtype),
+    )
+    return call(table, cotangent, axis=_label(params["axes"]), **ranks)
+
+
+def _gpu_ranks(ctx: Any, axes: tuple[Any, ...], groups: Groups) -> dict[str, Any]:
+    """Returns the attributes that tell a handler its rank and its group."""
+    ranks = _devices.ranks_of(ctx, axes)
+    if groups is None:
+        return ranks
+    position = np.zeros((2, sum(map(len, groups))), np.int64)
+    for i, group in enumerate(groups):
+        position[0, list(group)] = i
+        position[1, list(group)] = np.arange(len(group))
+    index = ranks["ranks"]
+    return ranks | {
+        "ranks": position[1, index],
+        "groups": ranks["groups"] * len(groups) + position[0, index],
+    }
+
+
+def _why_not_on_gpus(
+    ctx: Any, num_slices: int, sizes: tuple[int, ...], groups: Groups
+) -> str | None:
+    num_ranks = len(groups[0]) if groups else math.prod(sizes)
+    if num_ranks > _MAX_GPU_RANKS:
+        return f"{num_ranks} ranks, at most {_MAX_GPU_RANKS} on GPUs"
+    if num_slices > _MAX_GPU_SLICES:
+        return f"{num_slices} slices, at most {_MAX_GPU_SLICES} on GPUs"
+    return _devices.why_not_on_gpus(ctx)
+
+
+def _lower_gpu(primitive: Primitive, ours: Any, anywhere: Any) -> None:
+    def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+        _ffi.register()
+        axes, sizes, groups = params["axes"], params["sizes"], params["groups"]
+        num_slices = ctx.avals_in[-1].shape[-1]
+        reason = _why_not_on_gpus(ctx, num_slices, sizes, groups)
+        if reason is None:
+            ranks = _gpu_ranks(ctx, axes, groups)
+            function = functools.partial(ours, ranks=ranks)
+        else:
+            _log.info(
+                "%s over %s: plain JAX collectives: %s",
+                primitive.name,
+                _label(axes),
+                reason,
+            )
+            function = anywhere
+        rule = mlir.lower_fun(function, multiple_results=False)
+        with _compat.bound_axes(axes, sizes):
+            return rule(ctx, *operands, **params)
+
+    mlir.register_lowering(primitive, lowering, platform="cuda")
 
 
 def _lower(primitive: Primitive, function: Any, platform: str | None) -> None:
@@ -300,5 +398,7 @@ def _lower(primitive: Primitive, function: Any, platform: str | None) -> None:
 
 _lower(_exchange_p, _exchange_cpu, "cpu")
 _lower(_collect_p, _collect_cpu, "cpu")
+_lower_gpu(_exchange_p, _exchange_gpu, _exchange_anywhere)
+_lower_gpu(_collect_p, _collect_gpu, _collect_anywhere)
 _lower(_exchange_p, _exchange_anywhere, None)
 _lower(_collect_p, _collect_anywhere, None)

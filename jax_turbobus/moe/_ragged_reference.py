@@ -15,6 +15,7 @@ from jax import lax
 
 __all__ = [
     "Groups",
+    "collect",
     "covered_rows",
     "exchange",
     "gather_tables",
@@ -84,6 +85,28 @@ def covered_rows(tables: jax.Array, rank: jax.Array, num_rows: int) -> jax.Array
     return jnp.cumsum(edges) > 0
 
 
+def _writers(
+    tables: jax.Array, rank: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns who writes each of `rank`'s result rows, ``[num_rows]`` each.
+
+    Args:
+      tables: ``int32[num_ranks, 4, num_slices]``.
+      rank: ``int32[]``.
+      num_rows: rows of a result.
+
+    Returns:
+      Whether anybody does, the source's rank, and the row of its operand.
+    """
+    sources, operand_offsets, sizes, output_offsets = _arrivals(tables, rank)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    hits = (row >= output_offsets) & (row < output_offsets + sizes)
+    # Where slices meet, the later one wins: the last hit.
+    last = hits.shape[1] - 1 - jnp.argmax(hits[:, ::-1], axis=1)
+    source_rows = operand_offsets[last] + row[:, 0] - output_offsets[last]
+    return hits.any(axis=1), sources[last], source_rows
+
+
 def exchange(
     operand: jax.Array,
     output: jax.Array,
@@ -107,12 +130,47 @@ def exchange(
     tables = gather_tables(table, axis_name, groups)
     operands = gather_tables(operand, axis_name, groups)
     rank = group_of(axis_name, groups)
-    sources, operand_offsets, sizes, output_offsets = _arrivals(tables, rank)
-    row = jnp.arange(output.shape[0], dtype=jnp.int32)[:, None]
-    hits = (row >= output_offsets) & (row < output_offsets + sizes)
-    # Where slices meet, the later one wins: the last hit.
-    last = hits.shape[1] - 1 - jnp.argmax(hits[:, ::-1], axis=1)
-    source_row = operand_offsets[last] + row[:, 0] - output_offsets[last]
-    picked = operands[sources[last], source_row]
-    received = hits.any(axis=1).reshape(-1, *(1,) * (output.ndim - 1))
+    received, sources, source_rows = _writers(tables, rank, output.shape[0])
+    picked = operands[sources, source_rows]
+    received = received.reshape(-1, *(1,) * (output.ndim - 1))
     return jnp.where(received, picked, output)
+
+
+def collect(
+    cotangent: jax.Array,
+    table: jax.Array,
+    *,
+    num_rows: int,
+    axis_name: Any,
+    groups: Groups,
+) -> jax.Array:
+    """Returns the transpose of `exchange` in its operand.
+
+    Every rank gathers all cotangents and picks those of its own rows. Not left to
+    JAX: where a lowering calls this, types do not say that an operand varies over the
+    axis, and the transpose of gathering what does not vary sums over the ranks.
+
+    Args:
+      cotangent: ``[output_rows, ...]``; half precision is added up in float32.
+      table: as of `exchange`.
+      num_rows: rows of the operand.
+      axis_name: bound axis or axes.
+      groups: which indices exchange with each other.
+
+    Returns:
+      ``[num_rows, ...]``, of the cotangent's dtype.
+    """
+    dtype, row = cotangent.dtype, cotangent.shape[1:]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    result = jnp.zeros((num_rows, *row), wide)
+    if result.size == 0 or cotangent.size == 0:
+        return result.astype(dtype)
+    tables = gather_tables(table, axis_name, groups)
+    cotangents = gather_tables(cotangent, axis_name, groups)
+    rank = group_of(axis_name, groups)
+    for peer in range(cotangents.shape[0]):
+        received, sources, rows = _writers(tables, jnp.int32(peer), cotangent.shape[0])
+        # Rows of others have no place in the result.
+        rows = jnp.where(received & (sources == rank), rows, num_rows)
+        result = result.at[rows].add(cotangents[peer].astype(wide), mode="drop")
+    return result.astype(dtype)

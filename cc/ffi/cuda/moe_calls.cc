@@ -4,53 +4,12 @@
 #include <string>
 #include <string_view>
 
-#include "moe/cuda/gpu_exchange.h"
-
 namespace turbobus::ffi {
 namespace {
 
 using moe::cuda::Caller;
 using moe::cuda::DType;
 using moe::cuda::Shape;
-
-StatusOr<Caller> FindCaller(const GpuContext& context,
-                            const GpuExchange& exchange,
-                            std::string_view name) {
-  const std::string op =
-      std::string(name) + " over axis " + std::string(exchange.axis);
-  if (exchange.devices.size() != exchange.ranks.size() ||
-      exchange.devices.size() != exchange.groups.size()) {
-    return Internal(op + ": devices, ranks, groups: different lengths");
-  }
-  const auto* at = std::find(exchange.devices.begin(), exchange.devices.end(),
-                             context.device);
-  if (at == exchange.devices.end()) {
-    return FailedPrecondition(
-        op + ": runs on GPU " + std::to_string(context.device) +
-        ", which is not in the mesh that it was compiled for");
-  }
-  const int64_t index = at - exchange.devices.begin();
-  const int64_t num_ranks = std::count(
-      exchange.groups.begin(), exchange.groups.end(), exchange.groups[index]);
-  if (num_ranks > moe::cuda::kMaxRanks) {
-    return Unimplemented(op + ": " + std::to_string(num_ranks) +
-                         " GPUs in a group, at most " +
-                         std::to_string(moe::cuda::kMaxRanks));
-  }
-  auto& meeting = moe::BlockingMeeting::Process();
-  Caller caller;
-  caller.op = op;
-  caller.device = context.device;
-  caller.rank = static_cast<int>(exchange.ranks[index]);
-  caller.num_ranks = static_cast<int>(num_ranks);
-  caller.key = {
-      .run_id = context.run_id,
-      .position = meeting.NextPosition(context.run_id, context.device),
-      .group = exchange.groups[index]};
-  caller.stream = context.stream;
-  caller.meeting = &meeting;
-  return caller;
-}
 
 StatusOr<Shape> ToShape(const Sizes& sizes, const Caller& caller) {
   const moe::ExchangeShape& from = sizes.config.shape;
@@ -119,6 +78,45 @@ Status ForBatches(Caller& caller, const StatusOr<int64_t>& decoded, Run run) {
 }
 
 }  // namespace
+
+StatusOr<Caller> FindCaller(const GpuContext& context,
+                            const GpuExchange& exchange,
+                            std::string_view name) {
+  const std::string op =
+      std::string(name) + " over axis " + std::string(exchange.axis);
+  if (exchange.devices.size() != exchange.ranks.size() ||
+      exchange.devices.size() != exchange.groups.size()) {
+    return Internal(op + ": devices, ranks, groups: different lengths");
+  }
+  const auto* at = std::find(exchange.devices.begin(), exchange.devices.end(),
+                             context.device);
+  if (at == exchange.devices.end()) {
+    return FailedPrecondition(
+        op + ": runs on GPU " + std::to_string(context.device) +
+        ", which is not in the mesh that it was compiled for");
+  }
+  const int64_t index = at - exchange.devices.begin();
+  const int64_t num_ranks = std::count(
+      exchange.groups.begin(), exchange.groups.end(), exchange.groups[index]);
+  if (num_ranks > moe::cuda::kMaxRanks) {
+    return Unimplemented(op + ": " + std::to_string(num_ranks) +
+                         " GPUs in a group, at most " +
+                         std::to_string(moe::cuda::kMaxRanks));
+  }
+  auto& meeting = moe::BlockingMeeting::Process();
+  Caller caller;
+  caller.op = op;
+  caller.device = context.device;
+  caller.rank = static_cast<int>(exchange.ranks[index]);
+  caller.num_ranks = static_cast<int>(num_ranks);
+  caller.key = {
+      .run_id = context.run_id,
+      .position = meeting.NextPosition(context.run_id, context.device),
+      .group = exchange.groups[index]};
+  caller.stream = context.stream;
+  caller.meeting = &meeting;
+  return caller;
+}
 
 Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
                      const AnyBuffer& tokens, const AnyBuffer& expert_ids,

@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "ffi/moe_decode.h"
+#include "moe/cuda/gpu_exchange.h"
 #include "xla/ffi/api/ffi.h"
 
 // The exchanges of one GPU on XLA's buffers: operands checked, scratch taken,
@@ -43,6 +44,12 @@ struct GpuContext {
   /// Device memory that is the call's until `stream` has passed it.
   std::function<StatusOr<void*>(int64_t size_bytes)> allocate;
 };
+
+/// Who makes the call `op`, which counts as the next one of its run. Only
+/// `axis` and where the ranks are is read of `exchange`.
+StatusOr<moe::cuda::Caller> FindCaller(const GpuContext& context,
+                                       const GpuExchange& exchange,
+                                       std::string_view op);
 
 // Each enqueues on the context's stream and returns; it blocks only while it
 // meets the other ranks. An error is every rank's of the call.

@@ -5,6 +5,9 @@ namespace turbobus::ffi {
 std::vector<Target> CudaTargets() {
   std::vector<Target> targets = CudaOffloadTargets();
   for (const Target& target : CudaMoeTargets()) targets.push_back(target);
+  for (const Target& target : CudaMoeRaggedTargets()) {
+    targets.push_back(target);
+  }
   return targets;
 }
 

@@ -13,6 +13,9 @@ std::vector<Target> CudaOffloadTargets();
 /// The expert exchange's (docs/gpu_exchange.md).
 std::vector<Target> CudaMoeTargets();
 
+/// `ragged_all_to_all` and its transpose (docs/gpu_exchange.md).
+std::vector<Target> CudaMoeRaggedTargets();
+
 /// All handlers of the CUDA library.
 std::vector<Target> CudaTargets();
 

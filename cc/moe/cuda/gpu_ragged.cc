@@ -1,0 +1,37 @@
+#include "moe/cuda/gpu_ragged.h"
+
+#include "moe/cuda/ragged_faults.h"
+#include "moe/cuda/visit.h"
+
+namespace turbobus::moe::cuda {
+
+Status RunRaggedPull(const Caller& caller, const GpuRagged& call) {
+  Visit visit(caller);
+  const auto place = RaggedFaults::Process().Begin(caller.device);
+  TB_RETURN_IF_ERROR(visit.Check(place.status()));
+  TB_RETURN_IF_ERROR(visit.Meet({call.table, call.source}));
+  const RaggedPullArgs args = {.tables = visit.Addresses<const int32_t>(0),
+                               .operands = visit.Addresses<const uint8_t>(1),
+                               .result = call.result,
+                               .scratch = call.scratch,
+                               .fault = place->fault,
+                               .serial = place->serial};
+  TB_RETURN_IF_ERROR(visit.Check(
+      LaunchRaggedPull(call.sizes, args, caller.stream), "pull kernel"));
+  return visit.Meet();
+}
+
+Status RunRaggedSum(const Caller& caller, const GpuRagged& call) {
+  Visit visit(caller);
+  TB_RETURN_IF_ERROR(visit.Meet({call.table, call.source}));
+  const RaggedSumArgs args = {.tables = visit.Addresses<const int32_t>(0),
+                              .cotangents = visit.Addresses<const uint8_t>(1),
+                              .result = call.result,
+                              .scratch = call.scratch};
+  TB_RETURN_IF_ERROR(
+      visit.Check(LaunchRaggedSum(call.sizes, call.dtype, args, caller.stream),
+                  "row-sum kernel"));
+  return visit.Meet();
+}
+
+}  // namespace turbobus::moe::cuda

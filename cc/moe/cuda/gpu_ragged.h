@@ -1,0 +1,36 @@
+#ifndef TURBOBUS_MOE_CUDA_GPU_RAGGED_H_
+#define TURBOBUS_MOE_CUDA_GPU_RAGGED_H_
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "moe/cuda/gpu_exchange.h"
+#include "moe/cuda/ragged.h"
+
+// `ragged_all_to_all` of one rank on one GPU (docs/gpu_exchange.md). As the
+// exchanges in gpu_exchange.h: each call enqueues and returns, blocks only
+// while it meets, and owns none of the memory.
+
+namespace turbobus::moe::cuda {
+
+struct GpuRagged {
+  RaggedSizes sizes;
+  DType dtype = DType::kOther;     // Of a transpose.
+  const int32_t* table = nullptr;  // s32[num_tables, 4, num_slices]
+  /// Forward: the operand; transpose: the cotangent of the result.
+  const uint8_t* source = nullptr;
+  /// Forward: holds `output` already; transpose: whatever was there before.
+  uint8_t* result = nullptr;
+  void* scratch = nullptr;  // As the kernel wants it.
+};
+
+// DEADLINE_EXCEEDED if a rank does not come, INTERNAL if an enqueue fails, on
+// all ranks of the call. INVALID_ARGUMENT, likewise, if an earlier call of the
+// process had a slice that did not fit: which nobody knew before its kernel
+// ran.
+Status RunRaggedPull(const Caller& caller, const GpuRagged& call);
+Status RunRaggedSum(const Caller& caller, const GpuRagged& call);
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_GPU_RAGGED_H_

@@ -1,0 +1,299 @@
+"""`ragged_all_to_all` on GPUs equals the row-by-row reference and the CPU's bits."""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import PLATFORM, assert_same_bytes, gpus, random, run_python
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "moe"))
+
+from ragged_reference import plan, slow, slow_gradients, values
+
+from jax_turbobus.moe import ragged_all_to_all
+
+pytestmark = pytest.mark.gpu
+
+OPERAND_ROWS, OUTPUT_ROWS = 96, 160
+
+
+def num_ranks():
+    return min(4, len(gpus()))
+
+
+def mesh(platform=PLATFORM):
+    devices = jax.devices(platform)[: num_ranks()]
+    return Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+
+
+def mapped(function, mesh_=None):
+    """Runs `function` per rank; arguments and results have the rank in front."""
+    mesh_ = mesh() if mesh_ is None else mesh_
+
+    def per_rank(*args):
+        return jax.tree.map(lambda y: y[None], function(*(x[0] for x in args)))
+
+    wrapped = jax.jit(
+        jax.shard_map(per_rank, mesh=mesh_, in_specs=P("x"), out_specs=P("x"))
+    )
+    sharding = NamedSharding(mesh_, P("x"))
+    return lambda *args: jax.tree.map(
+        np.asarray, wrapped(*(jax.device_put(x, sharding) for x in args))
+    )
+
+
+def call(*args):
+    return ragged_all_to_all(*args, axis_name="x")
+
+
+def fields_of(seed, **options):
+    options = {"operand_rows": OPERAND_ROWS, "output_rows": OUTPUT_ROWS, **options}
+    return plan(seed, ranks=num_ranks(), **options)
+
+
+def rows(seed, num_rows, *shape, dtype=np.float32):
+    return values(seed, num_ranks(), num_rows, *shape, dtype=dtype)
+
+
+def test_every_row_and_every_gradient():
+    for seed, overlap in enumerate([False, True]):
+        for each in (1, 3):
+            fields = fields_of(seed, each=each, overlap=overlap)
+            operand, output = rows(1, OPERAND_ROWS, 520), rows(2, OUTPUT_ROWS, 520)
+
+            def energy(operand, output, *fields):
+                result = call(operand, output, *fields)
+                return (result**2).sum() / 2, result
+
+            def both(*args, energy=energy):
+                return jax.value_and_grad(energy, (0, 1), has_aux=True)(*args)
+
+            (_, result), bars = mapped(both)(operand, output, *fields)
+            want = slow(operand, output, fields)
+            np.testing.assert_array_equal(result, want)
+            for bar, wanted in zip(
+                bars, slow_gradients(want, OPERAND_ROWS, fields), strict=True
+            ):
+                np.testing.assert_array_equal(bar, wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1024,)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int32", "bool"]
+)
+def test_any_bytes_arrive_unchanged(dtype, shape):
+    dtype = jnp.dtype(dtype)
+    operand = random((num_ranks(), OPERAND_ROWS, *shape), dtype, 1)
+    output = random((num_ranks(), OUTPUT_ROWS, *shape), dtype, 2)
+    fields = fields_of(5, overlap=True)
+    got = mapped(call)(operand, output, *fields)
+    assert_same_bytes(got, slow(operand, output, fields))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+def test_sums_have_the_bits_of_cpu_devices(dtype):
+    """Rows that went to several places, of values whose sums round."""
+    rng = np.random.default_rng(3)
+    fields = fields_of(6, each=5, overlap=True)
+    fields[0] %= 16
+    shape = (num_ranks(), OUTPUT_ROWS, 33)
+    weight = np.asarray(rng.normal(size=shape), jnp.dtype(dtype))
+    operand = np.zeros((num_ranks(), OPERAND_ROWS, 33), weight.dtype)
+
+    def pull_back(weight, operand, *fields):
+        output = jnp.zeros(weight.shape, weight.dtype)
+        _, transposed = jax.vjp(lambda x: call(x, output, *fields), operand)
+        return transposed(weight)[0]
+
+    args = (weight, operand, *fields)
+    got = mapped(pull_back)(*args)
+    assert np.count_nonzero(got) > 33
+    assert_same_bytes(got, mapped(pull_back, mesh("cpu"))(*args))
+
+
+@pytest.mark.parametrize("batched", ["rows", "operand", "output", "fields", "all"])
+def test_vmap_takes_any_mixture(batched):
+    operands = values(0, num_ranks(), 3, OPERAND_ROWS, 40)
+    outputs = values(1, num_ranks(), 3, OUTPUT_ROWS, 40)
+    plans = [fields_of(seed) for seed in range(3)]
+    fields = [np.stack(f, axis=1) for f in zip(*plans, strict=True)]
+    has = {
+        "rows": (0, 0, None),
+        "operand": (0, None, None),
+        "output": (None, 0, None),
+        "fields": (None, None, 0),
+        "all": (0, 0, 0),
+    }[batched]
+    axes = (has[0], has[1], *[has[2]] * 4)
+    args = [
+        x if axis == 0 else x[:, 0]
+        for x, axis in zip((operands, outputs, *fields), axes, strict=True)
+    ]
+
+    def both(*args):
+        run = jax.vmap(call, in_axes=axes)
+        return run(*args), jax.grad(lambda *a: (run(*a) ** 2).sum() / 2)(*args)
+
+    result, bar = mapped(both)(*args)
+    bars = np.zeros(operands.shape)
+    for i in range(3):
+        a, b, *f = (
+            x[:, i if axis == 0 else 0]
+            for x, axis in zip((operands, outputs, *fields), axes, strict=True)
+        )
+        want = slow(a, b, f)
+        np.testing.assert_array_equal(result[:, i], want)
+        bars[:, i] = slow_gradients(want, OPERAND_ROWS, f)[0]
+    np.testing.assert_array_equal(bar, bars if axes[0] == 0 else bars.sum(1))
+
+
+def test_jvp_and_second_order():
+    fields = fields_of(11, overlap=True)
+    operand, output = rows(0, OPERAND_ROWS, 24), rows(1, OUTPUT_ROWS, 24)
+    dots = rows(2, OPERAND_ROWS, 24), rows(3, OUTPUT_ROWS, 24)
+
+    def per_rank(operand, output, operand_dot, output_dot, *fields):
+        def f(a, b):
+            return call(a, b, *fields)
+
+        def energy(a):
+            return (f(a, output) ** 2).sum() / 2
+
+        _, one = jax.jvp(f, (operand, output), (operand_dot, output_dot))
+        return one, jax.jvp(jax.grad(energy), (operand,), (operand_dot,))[1]
+
+    one, hessian = mapped(per_rank)(operand, output, *dots, *fields)
+    np.testing.assert_array_equal(one, slow(*dots, fields))
+    moved = slow(dots[0], np.zeros_like(dots[1]), fields)
+    want, _ = slow_gradients(moved, OPERAND_ROWS, fields)
+    np.testing.assert_array_equal(hessian, want)
+
+
+def test_scan_and_remat_among_collectives():
+    fields = fields_of(14, output_rows=OPERAND_ROWS)
+    x = rows(0, OPERAND_ROWS, 256)
+
+    def per_rank(x, *fields):
+        def step(x, _):
+            y = jnp.clip(x, -8, 8) + lax.psum(x, "x")
+            # The operand is the output too: it must not be overwritten early.
+            z = call(y, y, *fields)
+            return jnp.clip(z, -8, 8), call(z, y, *fields)
+
+        def scanned(x):
+            x, ys = lax.scan(jax.checkpoint(step), x, None, length=3)
+            return (x**2).sum() / 2, (x, ys)
+
+        return jax.value_and_grad(scanned, has_aux=True)(x)
+
+    (_, (last, ys)), bar = mapped(per_rank)(x, *fields)
+    want = x
+    for i in range(3):
+        y = np.clip(want, -8, 8) + want.sum(0)
+        z = slow(y, y, fields)
+        want = np.clip(z, -8, 8)
+        np.testing.assert_array_equal(ys[:, i], slow(z, y, fields))
+    np.testing.assert_array_equal(last, want)
+    on_cpu = mapped(per_rank, mesh("cpu"))(x, *fields)
+    np.testing.assert_array_equal(bar, on_cpu[1])
+
+
+def test_many_calls_of_one_helper_among_psums():
+    fields = fields_of(15)
+    helper = jax.jit(call)
+
+    def per_rank(operand, output, *fields):
+        out, total = [], jnp.zeros(())
+        for i in range(8):
+            out.append(helper(operand + i, output, *fields))
+            total = total + lax.psum(out[-1].sum(), "x")
+        return jnp.stack(out), total
+
+    operand, output = rows(0, OPERAND_ROWS, 64), rows(1, OUTPUT_ROWS, 64)
+    want = np.stack([slow(operand + i, output, fields) for i in range(8)], axis=1)
+    run = mapped(per_rank)
+    for _ in range(50):
+        got, total = run(operand, output, *fields)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(total, want.sum())
+
+
+def test_groups_exchange_among_themselves():
+    each = np.arange(num_ranks()).reshape(-1, max(1, num_ranks() // 2))[:, ::-1]
+    groups = [[int(i) for i in group] for group in each]
+    operand, output = rows(0, OPERAND_ROWS, 24), rows(1, OUTPUT_ROWS, 24)
+    fields = [np.zeros((num_ranks(), each.shape[1]), np.int32) for _ in range(4)]
+    want = np.zeros_like(output)
+    for g, group in enumerate(groups):
+        part = plan(20 + g, ranks=each.shape[1])
+        for f, p in zip(fields, part, strict=True):
+            f[group] = p
+        want[group] = slow(operand[group], output[group], part)
+    f = functools.partial(ragged_all_to_all, axis_name="x", axis_index_groups=groups)
+    np.testing.assert_array_equal(mapped(f)(operand, output, *fields), want)
+
+
+def test_the_program_holds_our_calls_and_no_gather():
+    def layer(operand, *args):
+        return jax.grad(lambda x: (call(x, *args) ** 2).sum())(operand)
+
+    f = jax.shard_map(
+        lambda *args: layer(*(x[0] for x in args))[None],
+        mesh=mesh(),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    args = [rows(0, OPERAND_ROWS, 64), rows(1, OUTPUT_ROWS, 64), *fields_of(1)]
+    sharding = NamedSharding(mesh(), P("x"))
+    text = jax.jit(f).lower(*(jax.device_put(x, sharding) for x in args))
+    text = text.compile().as_text()
+    assert text.count('custom_call_target="turbobus_ragged_all_to_all"') == 1
+    assert text.count('custom_call_target="turbobus_ragged_all_to_all_transpose"') == 1
+    if PLATFORM == "cuda":
+        assert "all-gather" not in text
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices raise at once")
+def test_a_slice_that_does_not_fit_is_told_of_by_a_later_call():
+    fields = fields_of(1)
+    operand, output = rows(0, OPERAND_ROWS, 24), rows(1, OUTPUT_ROWS, 24)
+    run = mapped(call)
+    want = slow(operand, output, fields)
+    last = num_ranks() - 1
+    bad = [f.copy() for f in fields]
+    bad[0][last, 0] = OPERAND_ROWS - 1
+    bad[1][last, 0] = bad[3][0, last] = 5
+    fitting = [f.copy() for f in fields]
+    fitting[1][last, 0] = fitting[3][0, last] = 0
+    got = run(operand, output, *bad)
+    np.testing.assert_array_equal(got, slow(operand, output, fitting))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=rf"slice 0 of rank {last}, for rank 0: input_offsets and send_sizes must"
+        rf" stay within the operand's {OPERAND_ROWS} rows, got 5 rows",
+    ):
+        run(operand, output, *fields)
+    np.testing.assert_array_equal(run(operand, output, *fields), want)
+
+
+CODE = """
+import logging; logging.basicConfig(level=logging.INFO)
+import sys; sys.stderr = sys.stdout
+import test_gpu_ragged as t
+t.test_every_row_and_every_gradient()
+"""
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices share one memory")
+def test_gpus_without_peer_access_give_the_same_and_say_why():
+    said = run_python(CODE, JAX_TURBOBUS_PEER_ACCESS="0")
+    assert "plain JAX collectives: GPU 0 cannot reach the memory of GPU 1" in said
+    assert "plain JAX collectives" not in run_python(CODE)
