@@ -1,5 +1,7 @@
 """Rows of experts back to their tokens."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,7 +10,7 @@ from jax_turbobus.moe._arguments import check_array
 from jax_turbobus.moe._matching import Group
 from jax_turbobus.moe._state import DispatchState
 
-__all__ = ["combine"]
+__all__ = ["combine", "prepared", "restored"]
 
 
 def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
@@ -38,6 +40,17 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
       jit, shard_map (``check_vma`` too), grad in `rows` and in the state's weights,
       vmap (a batch meets as one call), scan, remat. Reverse mode, any number of times.
     """
+    operands = prepared(rows, state)
+    return restored(_linear.bring(state.routing, *operands), rows.dtype)
+
+
+def prepared(rows: jax.Array, state: DispatchState) -> tuple[jax.Array, ...]:
+    """Returns ``rows, weights, expert_ids, slots, group_sizes`` for the exchange.
+
+    Raises:
+      TypeError: as `combine`.
+      ValueError: as `combine`.
+    """
     if not isinstance(state, DispatchState):
         raise TypeError(
             "combine: state: expected the DispatchState that dispatch returned, got"
@@ -58,14 +71,14 @@ def combine(rows: jax.Array, state: DispatchState) -> jax.Array:
             f" {rows.dtype}"
         )
     _check_ranks(routing.group)
-    dtype = rows.dtype
     rows = _linear.as_summable(rows.reshape(routing.num_rows, rows.shape[-1]))
     weights = state.weights.astype(_exchange.weight_dtype(rows.dtype))
-    rows, weights, expert_ids, slots, group_sizes = _matching.vary_alike(
-        routing.group,
-        (rows, weights, state.expert_ids, state.slots, state.group_sizes),
-    )
-    sums = _linear.bring(routing, rows, weights, expert_ids, slots, group_sizes)
+    operands = (rows, weights, state.expert_ids, state.slots, state.group_sizes)
+    return tuple(_matching.vary_alike(routing.group, operands))
+
+
+def restored(sums: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the exchange's sums as the sums of rows of `dtype`."""
     if jnp.issubdtype(dtype, jnp.integer):
         return sums
     return _linear.sum_restored(sums, dtype)

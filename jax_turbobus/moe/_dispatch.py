@@ -1,13 +1,16 @@
 """Tokens to the ranks of their experts."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from jax_turbobus.moe import _linear, _matching, _routing
 from jax_turbobus.moe._matching import AxisName
+from jax_turbobus.moe._routing import Routing
 from jax_turbobus.moe._state import DispatchState
 
-__all__ = ["dispatch"]
+__all__ = ["Operands", "dispatch", "prepared", "received"]
 
 
 def dispatch(
@@ -67,6 +70,42 @@ def dispatch(
 
     Source: DESIGN, "Expert exchange"; ThunderEP's filtering and packing.
     """
+    operands = prepared(
+        tokens,
+        expert_ids,
+        weights,
+        valid,
+        num_experts=num_experts,
+        axis_name=axis_name,
+        recv_capacity=recv_capacity,
+        expert_capacity=expert_capacity,
+        schedule=schedule,
+    )
+    return received(operands, _linear.send(operands.routing, *operands.sent))
+
+
+class Operands(NamedTuple):
+    """Checked operands of a dispatch, which vary over the same mesh axes."""
+
+    routing: Routing
+    tokens: jax.Array
+    expert_ids: jax.Array
+    weights: jax.Array
+
+    @property
+    def sent(self) -> tuple[jax.Array, jax.Array]:
+        """What the exchange itself takes."""
+        return self.tokens, self.expert_ids
+
+
+def prepared(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array | None,
+    **static: Any,
+) -> Operands:
+    """Returns the operands of `dispatch`, or raises what it raises."""
     _routing.check_arrays("dispatch", tokens, expert_ids, weights, valid)
     routing = _routing.routing_of(
         "dispatch",
@@ -74,20 +113,22 @@ def dispatch(
         hidden=tokens.shape[1],
         top_k=expert_ids.shape[1],
         dtype=tokens.dtype,
-        num_experts=num_experts,
-        axis_name=axis_name,
-        recv_capacity=recv_capacity,
-        expert_capacity=expert_capacity,
-        schedule=schedule,
+        **static,
     )
     if valid is not None:
         expert_ids = jnp.where(valid[:, None], expert_ids, -1)
     # Before the custom VJP: the transpose of this is the sum over the axes on which
     # an operand was the same.
-    tokens, expert_ids, weights = _matching.vary_alike(
-        routing.group, (tokens, expert_ids, weights)
-    )
-    rows, group_sizes, wanted, slots = _linear.send(routing, tokens, expert_ids)
+    alike = _matching.vary_alike(routing.group, (tokens, expert_ids, weights))
+    return Operands(routing, *alike)
+
+
+def received(
+    operands: Operands, results: Any
+) -> tuple[jax.Array, jax.Array, DispatchState]:
+    """Returns what `dispatch` does, of the exchange's results."""
+    routing, tokens, expert_ids, weights = operands
+    rows, group_sizes, wanted, slots = results
     state = DispatchState(
         expert_ids=expert_ids,
         weights=weights,

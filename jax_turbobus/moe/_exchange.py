@@ -1,5 +1,10 @@
-"""The four exchanges as primitives, bound for one call of all ranks."""
+"""The four exchanges as primitives, bound for one call of all ranks.
 
+With `is_start`, `_in_flight.finish` must get all results and all that was read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,18 +54,30 @@ def _bring_grad_avals(
 # its results.
 _SIZES = ("num_rows", "num_local_experts")
 
-_send_p = _primitives.exchange_primitive(
-    "dispatch", out_avals=_send_avals, not_attributes=_SIZES
-)
-_send_grad_p = _primitives.exchange_primitive(
-    "dispatch_grad", out_avals=_bring_avals, not_attributes=_SIZES
-)
-_bring_p = _primitives.exchange_primitive(
-    "combine", out_avals=_bring_avals, not_attributes=_SIZES
-)
-_bring_grad_p = _primitives.exchange_primitive(
-    "combine_grad", out_avals=_bring_grad_avals, not_attributes=_SIZES
-)
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """An exchange, whole and as a start, and the avals of its results."""
+
+    whole: Any
+    start: Any
+    out_avals: Callable[..., Any]
+
+    @classmethod
+    def define(
+        cls, name: str, out_avals: Callable[..., Any], int_bits: Sequence[int] = ()
+    ) -> "_Exchange":
+        common: Any = {"out_avals": out_avals, "not_attributes": _SIZES}
+        whole = _primitives.exchange_primitive(name, **common)
+        start = _primitives.start_primitive(name, whole, int_bits=int_bits, **common)
+        return cls(whole, start, out_avals)
+
+
+_send = _Exchange.define("dispatch", _send_avals)
+# The start takes its slots, the last of its data, as the bits of floats (`_halves`).
+_send_grad = _Exchange.define("dispatch_grad", _bring_avals, int_bits=(2,))
+_bring = _Exchange.define("combine", _bring_avals)
+_bring_grad = _Exchange.define("combine_grad", _bring_grad_avals)
 
 
 # Rows of fewer bytes come from the same call as their plan, which meets only once.
@@ -80,7 +97,7 @@ def _send_in_two(
     num_local_experts: int,
     **attributes: Any,
 ) -> Any:
-    """Returns what `_send_p` does, through a call for the plan and one for the rows.
+    """Returns what `_send` does, through a call for the plan and one for the rows.
 
     XLA on CPU devices lets an elementwise consumer write over the result of a call, but
     never over a part of a tuple: with rows in a call of their own, experts that begin
@@ -114,31 +131,32 @@ def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
     return mlir.lower_fun(_send_in_two)(ctx, *operands, **attributes)
 
 
-mlir.register_lowering(_send_p, _lower_send_cpu, platform="cpu")
+mlir.register_lowering(_send.whole, _lower_send_cpu, platform="cpu")
 
 
 def _bind(
-    op: tuple[Any, Any],
+    exchange: _Exchange,
     routing: Routing,
     rank: jax.Array,
     *operands: jax.Array,
     expert_ids: jax.Array,
+    is_start: bool,
 ) -> Any:
-    """Returns the results of an exchange; `op` is its primitive and their avals.
+    """Returns the results of an exchange.
 
     Where there is no choice nothing is exchanged and all results are zero. A key there
     would be a call with a side effect in a program without arguments: XLA takes empty
     ones for constants, and does not compile that.
     """
-    primitive, out_avals = op
     params = {
         "num_rows": routing.num_rows,
         "num_local_experts": routing.num_local_experts,
     }
     if expert_ids.size == 0:
-        avals = out_avals(*operands, **params)
+        avals = exchange.out_avals(*operands, **params)
         nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return _matching.vary_alike(routing.group, (rank, *nothing))[1:]
+    primitive = exchange.start if is_start else exchange.whole
     return primitive.bind(
         _matching.keys_of(routing.group, operands),
         rank,
@@ -150,16 +168,22 @@ def _bind(
 
 
 def send(
-    routing: Routing, rank: jax.Array, tokens: jax.Array, expert_ids: jax.Array
+    routing: Routing,
+    rank: jax.Array,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    *,
+    is_start: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
     rows, group_sizes, wanted, slots = _bind(
-        (_send_p, _send_avals),
+        _send,
         routing,
         rank,
         tokens,
         expert_ids,
         expert_ids=expert_ids,
+        is_start=is_start,
     )
     return rows, group_sizes, wanted, slots
 
@@ -170,16 +194,19 @@ def send_grad(
     row_grads: jax.Array,
     expert_ids: jax.Array,
     slots: jax.Array,
+    *,
+    is_start: bool = False,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's row gradients, added up."""
     (sums,) = _bind(
-        (_send_grad_p, _bring_avals),
+        _send_grad,
         routing,
         rank,
         row_grads,
         expert_ids,
         slots,
         expert_ids=expert_ids,
+        is_start=is_start,
     )
     return sums  # type: ignore[no-any-return]
 
@@ -191,10 +218,12 @@ def bring(
     weights: jax.Array,
     expert_ids: jax.Array,
     slots: jax.Array,
+    *,
+    is_start: bool = False,
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's rows, weighted and added up."""
     (sums,) = _bind(
-        (_bring_p, _bring_avals),
+        _bring,
         routing,
         rank,
         rows,
@@ -202,6 +231,7 @@ def bring(
         slots,
         weights,
         expert_ids=expert_ids,
+        is_start=is_start,
     )
     return sums  # type: ignore[no-any-return]
 
@@ -215,10 +245,12 @@ def bring_grad(
     expert_ids: jax.Array,
     slots: jax.Array,
     group_sizes: jax.Array,
+    *,
+    is_start: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of `bring` in its rows and weights."""
     row_grads, weight_grads = _bind(
-        (_bring_grad_p, _bring_grad_avals),
+        _bring_grad,
         routing,
         rank,
         sum_grads,
@@ -228,5 +260,6 @@ def bring_grad(
         weights,
         group_sizes,
         expert_ids=expert_ids,
+        is_start=is_start,
     )
     return row_grads, weight_grads

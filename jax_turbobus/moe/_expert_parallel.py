@@ -6,18 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jax_turbobus.moe import _routing
+from jax_turbobus.moe import _dispatch, _overlapped, _routing
 from jax_turbobus.moe._arguments import check_integer
-from jax_turbobus.moe._combine import combine
-from jax_turbobus.moe._dispatch import dispatch
 from jax_turbobus.moe._matching import AxisName
 
 __all__ = ["expert_parallel"]
-
-# Chunks whose rows exist at once: one in its experts, one in an exchange.
-_CHUNKS_ALIVE = 2
 
 
 def expert_parallel(
@@ -39,12 +33,13 @@ def expert_parallel(
 
     `dispatch`, `expert_fn` and `combine`, over `num_chunks` equal parts of the tokens
     (the last one padded with masked tokens, so all ranks have the same number). The
-    exchange of a chunk depends on no experts' work but that of the chunk two before:
-    it overlaps the experts of the chunk before, and rows of two chunks exist at once.
+    exchanges of a chunk overlap the experts of the chunks before and after it, and
+    backwards again; rows of three chunks exist at once.
 
     Args:
-      expert_fn: ``expert_fn(rows, group_sizes) -> rows``, this rank's experts, called
-        once for each chunk with what `dispatch` returns; may change `hidden` and dtype.
+      expert_fn: ``expert_fn(rows, group_sizes) -> rows``, this rank's experts, for each
+        chunk of what `dispatch` returns; may change `hidden` and dtype. It is traced
+        once.
         It may close over parameters and be differentiated. Rows that belong to no
         token are zero and what it makes of them is not used, but parameters' gradients
         see them: a function that is not finite at zero spoils those.
@@ -89,34 +84,34 @@ def expert_parallel(
     num_tokens = tokens.shape[0]
     num_chunks = min(num_chunks, max(1, num_tokens))
     chunk_size = -(-num_tokens // num_chunks)
-    sums: list[jax.Array] = []
-    overflows = []
-    for i in range(num_chunks):
-        chunk = [
-            _chunk(x, i * chunk_size, chunk_size, fill)
-            for x, fill in ((tokens, 0), (expert_ids, -1), (weights, 0))
-        ]
-        if i >= _CHUNKS_ALIVE:
-            earlier = sums[i - _CHUNKS_ALIVE]
-            chunk[0], sums[i - _CHUNKS_ALIVE] = lax.optimization_barrier(
-                (chunk[0], earlier)
-            )
-        rows, group_sizes, state = dispatch(
-            *chunk,
+    chunks = [
+        _dispatch.prepared(
+            _chunk(tokens, i * chunk_size, chunk_size, 0),
+            _chunk(expert_ids, i * chunk_size, chunk_size, -1),
+            _chunk(weights, i * chunk_size, chunk_size, 0),
+            None,
             num_experts=num_experts,
             axis_name=axis_name,
             recv_capacity=recv_capacity,
             expert_capacity=expert_capacity,
             schedule=schedule,
         )
-        results = expert_fn(rows, group_sizes)
-        _check_results(results, rows)
-        sums.append(combine(results, state))
-        overflows.append(state.overflow)
+        for i in range(num_chunks)
+    ]
+    sums, overflows = _overlapped.run(_checked(expert_fn), chunks)
     result = sums[0] if num_chunks == 1 else jnp.concatenate(sums)[:num_tokens]
     if not with_overflow:
         return result
     return result, jnp.stack(overflows).max()
+
+
+def _checked(expert_fn: Any) -> Any:
+    def run(rows: jax.Array, group_sizes: jax.Array) -> Any:
+        results = expert_fn(rows, group_sizes)
+        _check_results(results, rows)
+        return results
+
+    return run
 
 
 def _check_results(results: Any, rows: jax.Array) -> None:

@@ -19,12 +19,19 @@ from jax import lax
 from jax_turbobus.moe import _exchange, _matching
 from jax_turbobus.moe._routing import Routing
 
-__all__ = ["as_summable", "bring", "send", "sum_restored"]
+__all__ = [
+    "as_summable",
+    "bring",
+    "bring_grad_transposed",
+    "send",
+    "sum_restored",
+    "with_rank",
+]
 
 
 def send(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Any:
     """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
-    return _send(routing, *_with_rank(routing, tokens, expert_ids))
+    return _send(routing, *with_rank(routing, tokens, expert_ids))
 
 
 def bring(
@@ -37,10 +44,10 @@ def bring(
 ) -> jax.Array:
     """Returns ``[num_tokens, hidden]``: each token's rows, weighted and added up."""
     operands = (rows, weights, expert_ids, slots, group_sizes)
-    return _bring(routing, *_with_rank(routing, *operands))
+    return _bring(routing, *with_rank(routing, *operands))
 
 
-def _with_rank(routing: Routing, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def with_rank(routing: Routing, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the rank and the operands, all of which vary over the same axes."""
     alike = _matching.vary_alike(routing.group, operands)
     return _matching.rank_of(routing.group, like=alike[0]), *alike
@@ -82,7 +89,7 @@ def _send_forward(routing: Routing, *operands: jax.Array) -> Any:
 def _send_backward(routing: Routing, residuals: Any, cotangents: Any) -> Any:
     row_grads = cotangents[0]
     operands = (as_summable(row_grads), *residuals)
-    sums = _send_grad(routing, *_with_rank(routing, *operands))
+    sums = _send_grad(routing, *with_rank(routing, *operands))
     return None, sum_restored(sums, row_grads.dtype), None
 
 
@@ -139,7 +146,7 @@ def _bring_forward(routing: Routing, rank: jax.Array, *operands: jax.Array) -> A
 
 def _bring_backward(routing: Routing, residuals: Any, sum_grads: jax.Array) -> Any:
     row_grads, weight_grads = _bring_grad(
-        routing, *_with_rank(routing, sum_grads, *residuals)
+        routing, *with_rank(routing, sum_grads, *residuals)
     )
     return None, row_grads, weight_grads, None, None, None
 
@@ -164,15 +171,28 @@ def _bring_grad_forward(routing: Routing, rank: jax.Array, *operands: jax.Array)
 
 
 def _bring_grad_backward(routing: Routing, residuals: Any, cotangents: Any) -> Any:
-    sum_grads, rows, weights, *plan = residuals
+    return None, *bring_grad_transposed(routing, residuals, cotangents)
+
+
+def bring_grad_transposed(
+    routing: Routing, operands: Any, cotangents: Any
+) -> tuple[Any, ...]:
+    """Returns the cotangents of the operands of `bring`'s gradient.
+
+    Args:
+      routing: of the exchange.
+      operands: ``sum_grads, rows, weights, expert_ids, slots, group_sizes``.
+      cotangents: of the gradients in ``rows`` and ``weights``.
+    """
+    sum_grads, rows, weights, *plan = operands
     of_rows, of_weights = cotangents
     sum_grads_grad = bring(routing, of_rows, weights, *plan) + bring(
         routing, rows, of_weights, *plan
     )
     rows_grad, weights_grad = _bring_grad(
-        routing, *_with_rank(routing, sum_grads, of_rows, of_weights, *plan)
+        routing, *with_rank(routing, sum_grads, of_rows, of_weights, *plan)
     )
-    return None, sum_grads_grad, rows_grad, weights_grad, None, None, None
+    return sum_grads_grad, rows_grad, weights_grad, None, None, None
 
 
 _bring_grad.defvjp(_bring_grad_forward, _bring_grad_backward)

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _collectives, _devices
+from jax_turbobus.moe import _collectives, _devices, _in_flight
 
 __all__ = [
     "KEY_SIZE",
@@ -29,6 +29,7 @@ __all__ = [
     "lower_to_collectives",
     "lower_to_target",
     "new_key",
+    "start_primitive",
 ]
 
 _log = logging.getLogger("jax_turbobus")
@@ -62,6 +63,83 @@ def exchange_primitive(
         is ``axes``, the mesh axes of the ranks: on GPUs the target takes where they
         are instead (`_devices.ranks_of`).
     """
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        reason = _devices.why_apart(ctx, params["axes"])
+        if reason is not None:
+            return lower_to_collectives(name, ctx, operands, params, reason)
+        return lower_to_target(name, ctx, operands, params, not_attributes)
+
+    def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        reason = _devices.why_not_on_gpus(ctx)
+        if reason is not None:
+            return lower_to_collectives(name, ctx, operands, params, reason)
+        ranks = _devices.ranks_of(ctx, params["axes"])
+        return lower_to_target(name, ctx, operands, params | ranks, not_attributes)
+
+    def lower_anywhere(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return lower_to_collectives(
+            name, ctx, operands, params, "no exchange of our own on this platform"
+        )
+
+    primitive = _new_primitive(name, out_avals)
+    mlir.register_lowering(primitive, lower_anywhere)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
+    return primitive
+
+
+def start_primitive(
+    name: str,
+    whole: Primitive,
+    *,
+    out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    not_attributes: Sequence[str] = (),
+    int_bits: Sequence[int] = (),
+) -> Primitive:
+    """Returns a primitive that starts, on GPUs, what `_in_flight.finish` ends.
+
+    Elsewhere it is the whole exchange.
+
+    Args:
+      name: of the exchange; the target is ``turbobus_moe_<name>_start``.
+      whole: its primitive.
+      out_avals: as for `exchange_primitive`.
+      not_attributes: as for `exchange_primitive`.
+      int_bits: which of the data are the bits of int32 in a float32.
+    """
+    name = f"{name}_start"
+
+    def lower_whole(ctx: Any, *operands: Any, **params: Any) -> Any:
+        def run(*operands: jax.Array) -> Any:
+            data = list(operands)
+            for i in int_bits:
+                at = NUM_MEETING_OPERANDS + i
+                data[at] = lax.bitcast_convert_type(data[at], jnp.int32)
+            return whole.bind(*data, **params)
+
+        return mlir.lower_fun(run)(ctx, *operands)
+
+    def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if _devices.why_not_on_gpus(ctx) is not None:
+            return lower_whole(ctx, *operands, **params)
+        params = params | _devices.ranks_of(ctx, params["axes"])
+        # XLA would take a slice that is an operand into one fusion with the call, which
+        # then reads an array that nobody keeps until the exchange is finished.
+        operands = tuple(_in_flight.barrier(operands))
+        results = lower_to_target(name, ctx, operands, params, not_attributes)
+        return _in_flight.barrier(results)
+
+    primitive = _new_primitive(name, out_avals)
+    mlir.register_lowering(primitive, lower_whole)
+    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
+    return primitive
+
+
+def _new_primitive(
+    name: str, out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]]
+) -> Primitive:
+    """Returns a primitive of ``keys, rank, *data``, without lowerings."""
     primitive = Primitive(f"turbobus_moe_{name}")
     primitive.multiple_results = True
 
@@ -89,30 +167,9 @@ def exchange_primitive(
         out = primitive.bind(*meeting, *data, **params)
         return out, [0] * len(out)
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        reason = _devices.why_apart(ctx, params["axes"])
-        if reason is not None:
-            return lower_to_collectives(name, ctx, operands, params, reason)
-        return lower_to_target(name, ctx, operands, params, not_attributes)
-
-    def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        reason = _devices.why_not_on_gpus(ctx)
-        if reason is not None:
-            return lower_to_collectives(name, ctx, operands, params, reason)
-        ranks = _devices.ranks_of(ctx, params["axes"])
-        return lower_to_target(name, ctx, operands, params | ranks, not_attributes)
-
-    def lower_anywhere(ctx: Any, *operands: Any, **params: Any) -> Any:
-        return lower_to_collectives(
-            name, ctx, operands, params, "no exchange of our own on this platform"
-        )
-
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, lower_anywhere)
-    mlir.register_lowering(primitive, lower, platform="cpu")
-    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
     return primitive
 
 

@@ -22,6 +22,15 @@ from jax_turbobus import _ffi
 HOST = jax.memory.Space.Host
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 
+# Targets that the core, for CPU devices, has not.
+CUDA_ONLY = [
+    "turbobus_moe_finish",
+    *(
+        f"turbobus_moe_{name}_start"
+        for name in ("dispatch", "dispatch_grad", "combine", "combine_grad")
+    ),
+]
+
 # Compile-only devices list no memories, so no argument's type says that it lies on
 # the host. This says so, and `_set_kinds` tells XLA.
 as_host_p = Primitive("as_host")
@@ -98,14 +107,19 @@ def cuda():
         pytest.skip("the CUDA plugin of JAX (jax-cuda13-plugin) is not installed")
     _load_compiler()
     topology = {n: _cuda_topology(n) for n in (1, 2)}
-    for name, stages in _ffi.core().ffi_targets().items():
+    targets = _ffi.core().ffi_targets()
+    halves = dict.fromkeys(CUDA_ONLY, targets["turbobus_moe_dispatch"])
+    for name, stages in (targets | halves).items():
         # Never run: XLA only asks whether there is a handler.
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
 
-    def compiled(f, *arguments, num_devices=1, axis_type=AxisType.Auto, **options):
-        mesh = jax.sharding.Mesh(
+    def mesh_of(num_devices, axis_type=AxisType.Auto):
+        return jax.sharding.Mesh(
             np.array(topology[num_devices].devices), ("x",), axis_types=(axis_type,)
         )
+
+    def compiled(f, *arguments, num_devices=1, axis_type=AxisType.Auto, **options):
+        mesh = mesh_of(num_devices, axis_type)
         host = {n for n, argument in enumerate(arguments) if argument.on_host}
         shapes = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.spec))
@@ -140,6 +154,7 @@ def cuda():
 
     return SimpleNamespace(
         compile=compiled,
+        mesh_of=mesh_of,
         device=functools.partial(argument, False),
         host=functools.partial(argument, True),
     )

@@ -1,0 +1,160 @@
+"""Chunks of a mixture-of-experts layer, exchanged while others are in the experts.
+
+For chunk i, in the order of a GPU's stream (x: on a stream beside it):
+
+    start dispatch i+1 | experts i | start combine i, finish combine i-1, dispatch i+1
+      x: combine i-1, dispatch i+1
+
+The first dispatch and the last combine have nothing to run beside. On CPU devices calls
+run as soon as their data are there, and an order of ours would only hold them up.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+
+from jax_turbobus.moe import (
+    _combine,
+    _dispatch,
+    _exchange,
+    _halves,
+    _in_flight,
+    _linear,
+)
+from jax_turbobus.moe._halves import Handle
+from jax_turbobus.moe._state import DispatchState
+
+__all__ = ["run"]
+
+
+def run(
+    expert_fn: Callable[[jax.Array, jax.Array], jax.Array],
+    chunks: Sequence[_dispatch.Operands],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the sums and the overflow of each chunk.
+
+    Args:
+      expert_fn: of rows and group sizes; traced once for all chunks.
+      chunks: of one shape.
+    """
+    first = chunks[0]
+    rows, sizes, state = _dispatch.received(
+        first, _linear.send(first.routing, *first.sent)
+    )
+    experts: Any = expert_fn
+    closed_over: list[jax.Array] = []
+    if len(chunks) > 1:
+        experts, closed_over = _traced(expert_fn, rows, sizes)
+    sums: list[jax.Array] = []
+    overflows = []
+    combining: _Combining | None = None
+    for i, _ in enumerate(chunks):
+        overflows.append(state.overflow)
+        following = None
+        if i + 1 < len(chunks):
+            chunk = _after_sums(chunks[i + 1], sums)
+            rows, tokens = _in_flight.in_order(rows, chunk.tokens, on_gpus=True)
+            following = _Dispatching(chunk._replace(tokens=tokens), closed_over)
+        under_way = [one for one in (following, combining) if one is not None]
+        rows = _beside(rows, under_way)
+        results = _beside(experts(rows, sizes), under_way)
+        if combining is not None:
+            results, one = _in_flight.in_order(
+                results, combining.finish(), on_gpus=True
+            )
+            sums.append(one)
+        if following is None:
+            operands = _combine.prepared(results, state)
+            last = _linear.bring(state.routing, *operands)
+            sums.append(_combine.restored(last, results.dtype))
+            break
+        combining = _Combining(results, state)
+        rows, sizes, state = following.finish()
+    return sums, overflows
+
+
+def _traced(expert_fn: Any, *args: jax.Array) -> tuple[Any, list[jax.Array]]:
+    """Returns the function of arguments like these, and the arrays it closes over."""
+    closed = jax.make_jaxpr(expert_fn)(*args)
+    function = jax.extend.core.jaxpr_as_fun(closed)
+    arrays = [x for x in closed.consts if isinstance(x, jax.Array)]
+    return lambda *args: function(*args)[0], arrays
+
+
+def _after_sums(chunk: _dispatch.Operands, sums: list[jax.Array]) -> _dispatch.Operands:
+    """Returns a chunk that waits for the sums of earlier ones.
+
+    It bounds the memory where nothing else keeps chunks in order.
+    """
+    if not sums:
+        return chunk
+    tokens, sums[-1] = _in_flight.in_order(chunk.tokens, sums[-1], on_gpus=False)
+    return chunk._replace(tokens=tokens)
+
+
+class _Dispatching:
+    """The dispatch of a chunk, under way."""
+
+    def __init__(
+        self, operands: _dispatch.Operands, closed_over: Sequence[jax.Array]
+    ) -> None:
+        tokens = _in_flight.anchor(operands.tokens, closed_over)
+        self._operands = operands._replace(tokens=tokens)
+        self._is_whole = (
+            tokens.dtype.name not in _exchange.SUMMABLE or operands.expert_ids.size == 0
+        )
+        if self._is_whole:
+            results = _linear.send(operands.routing, *self._operands.sent)
+            self.handle = Handle(tuple(results[:1]), tuple(results[1:]))
+        else:
+            self.handle = _halves.start_send(operands.routing, *self._operands.sent)
+
+    def finish(self) -> tuple[jax.Array, jax.Array, DispatchState]:
+        if self._is_whole:
+            results: Any = (*self.handle.linear, *self.handle.others)
+        else:
+            results = _halves.finish_send(
+                self._operands.routing, self.handle, self._operands.expert_ids
+            )
+        return _dispatch.received(self._operands, results)
+
+
+class _Combining:
+    """The combine of a chunk, under way."""
+
+    def __init__(self, results: jax.Array, state: DispatchState) -> None:
+        self._dtype = results.dtype
+        self._routing = state.routing
+        operands = _combine.prepared(results, state)
+        self._plan = operands[2:]
+        self._is_whole = state.expert_ids.size == 0
+        if self._is_whole:
+            self.handle = Handle((_linear.bring(self._routing, *operands),))
+        else:
+            self.handle = _halves.start_bring(self._routing, *operands)
+
+    def finish(self) -> jax.Array:
+        sums = self.handle.linear[0]
+        if not self._is_whole:
+            sums = _halves.finish_bring(self._routing, self.handle, *self._plan)
+        return _combine.restored(sums, self._dtype)
+
+
+def _beside(x: jax.Array, under_way: Sequence[Any]) -> jax.Array:
+    """Returns `x`, on GPUs not before what is under way has been started.
+
+    And nothing that is under way is finished before `x` is there.
+    """
+    if not under_way:
+        return x
+    lengths = [len(one.handle.linear) for one in under_way]
+    x, *values = _in_flight.in_order(
+        x, *(v for one in under_way for v in one.handle.linear), on_gpus=True
+    )
+    ends = np.cumsum(lengths)
+    for one, begin, end in zip(under_way, ends - lengths, ends, strict=True):
+        one.handle = one.handle._replace(linear=tuple(values[begin:end]))
+    return x
