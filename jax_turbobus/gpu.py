@@ -53,7 +53,8 @@ class Engine:
         Args:
           **settings: any of ``block_bytes``, ``min_pooled_bytes``, ``split``
             (``"finish-time"``, ``"even"``, ``"direct"``), ``is_lock_step``,
-            ``has_yields``, ``late_factor``, ``direct_latency_ns``,
+            ``has_yields``, ``relay_streams`` (``"leg"``, ``"slot"``,
+            ``"loose-slot"``), ``late_factor``, ``direct_latency_ns``,
             ``relay_latency_ns``, ``is_disabled``, ``is_traced``.
 
         Raises:

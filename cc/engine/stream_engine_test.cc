@@ -137,6 +137,7 @@ TEST(StreamEngineTest, PooledTransfersAreExactInWhateverOrderThingsHappen) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     StreamSettings settings = SmallBlocks();
     settings.is_lock_step = seed % 2 == 0;
+    settings.relay_streams = static_cast<RelayStreams>(seed % 3);
     Machine machine(1 + static_cast<int>(seed % 4), seed, settings);
     const auto size = static_cast<int64_t>(1 + seed * 7919 % 1500 * kKiB);
     const Buffer host = Random(size, seed);
@@ -350,6 +351,57 @@ TEST(StreamEngineTest, ARelayThatFailsIsDroppedAndItsBlocksGoDirect) {
   EXPECT_EQ(dropped, "injected fault");
   EXPECT_EQ(machine.engine->TakeMessages().size(), 1);
   EXPECT_TRUE(machine.engine->TakeMessages().empty());
+}
+
+constexpr RelayStreams kRelayStreams[] = {
+    RelayStreams::kPerLeg, RelayStreams::kPerSlot, RelayStreams::kPerSlotLoose};
+
+TEST(StreamEngineTest, RelaysMayChangeTheirStreamsBetweenTransfers) {
+  // All issued before anything happens: each transfer finds its slots taken by
+  // one that used other streams.
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    Machine machine(2, seed);
+    const Buffer host = Random(900 * kKiB + static_cast<int64_t>(seed), seed);
+    std::vector<Buffer> devices(9, Buffer(host.size()));
+    std::vector<Buffer> hosts(9, Buffer(host.size()));
+    for (size_t i = 0; i < devices.size(); ++i) {
+      StreamSettings settings = SmallBlocks();
+      settings.relay_streams = kRelayStreams[(i + i / 3) % 3];
+      ASSERT_EQ(machine.engine->SetSettings(settings), OkStatus());
+      ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, devices[i])),
+                OkStatus());
+      ASSERT_EQ(machine.engine->Copy(machine.D2h(0, devices[i], hosts[i])),
+                OkStatus());
+    }
+    ASSERT_TRUE(machine.streams->Drain());
+    EXPECT_EQ(machine.engine->stats().num_pooled, 18);
+    for (const Buffer& device : devices) ASSERT_EQ(device, host) << seed;
+    for (const Buffer& back : hosts) ASSERT_EQ(back, host) << seed;
+  }
+}
+
+TEST(StreamEngineTest, ASlotsStreamNeedsNoYieldsAndFailsAsWell) {
+  for (const RelayStreams relay_streams : kRelayStreams) {
+    if (relay_streams == RelayStreams::kPerLeg) continue;
+    StreamSettings settings = SmallBlocks();
+    settings.relay_streams = relay_streams;
+    Machine machine(2, 1, settings);
+    const Buffer host = Random(4096 * kKiB, 1);
+    Buffer device(host.size());
+    ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, device)), OkStatus());
+    ASSERT_TRUE(machine.streams->Drain());
+    EXPECT_NEAR(machine.BytesOver(0, 1), 2048 * kKiB, 8 * kKiB);
+    // Of the direct lane: 32 blocks.
+    EXPECT_LE(machine.streams->num_yields, 32);
+    machine.engine->InjectFault(1);
+    for (int i = 0; i < 2; ++i) {
+      std::ranges::fill(device, std::byte{0});
+      ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, device)), OkStatus());
+      ASSERT_TRUE(machine.streams->Drain());
+      EXPECT_EQ(device, host);
+    }
+    EXPECT_EQ(machine.engine->TakeMessages().size(), 1);
+  }
 }
 
 TEST(StreamEngineTest, RelaysThatCannotBeSetUpAreLeftOutWithAReason) {

@@ -27,6 +27,8 @@ class Issuer {
     int64_t offset = 0;
     int64_t since_yield = 0;
     bool has_started = false;
+    /// Slots whose streams have got something, where each has one.
+    size_t num_slots = 0;
 
     bool is_over() const { return next >= blocks.size(); }
   };
@@ -34,10 +36,14 @@ class Issuer {
   Status Start(LaneUse& use, Work& work, Stream first);
   Status IssueDirect();
   Status IssueRelay(size_t relay);
+  Status IssueOnLegs(size_t relay);
+  Status IssueOnSlot(size_t relay);
   Status MaybeYield(LaneUse& use, Work& work, Stream stream, int64_t bytes);
   Status Mark(LaneUse& use, Stream stream, int64_t bytes);
   Status EndRound();
   Status RecordEnds();
+  Status RecordEnd(LaneUse& use, Work& work, Stream first, Stream last);
+  Status RecordSlotsEnd(size_t relay);
 
   LaneUse& UseOf(size_t relay) { return plan_.flight->uses[relay + 1]; }
   /// Across PCIe.
@@ -97,6 +103,11 @@ Status Issuer::IssueDirect() {
 }
 
 Status Issuer::IssueRelay(size_t relay) {
+  return plan_.relay_streams == RelayStreams::kPerLeg ? IssueOnLegs(relay)
+                                                      : IssueOnSlot(relay);
+}
+
+Status Issuer::IssueOnLegs(size_t relay) {
   const Flight& flight = *plan_.flight;
   IssuePlan::Relay& lane = plan_.relays[relay];
   Work& work = relays_[relay];
@@ -122,6 +133,50 @@ Status Issuer::IssueRelay(size_t relay) {
   work.offset += bytes;
   TB_RETURN_IF_ERROR(Mark(use, second, bytes));
   return MaybeYield(use, work, lane.slots[0]->pcie, bytes);
+}
+
+Status Issuer::IssueOnSlot(size_t relay) {
+  const Flight& flight = *plan_.flight;
+  IssuePlan::Relay& lane = plan_.relays[relay];
+  Work& work = relays_[relay];
+  LaneUse& use = UseOf(relay);
+  const size_t index = work.next % lane.slots.size();
+  RelaySlot& slot = *lane.slots[index];
+  const Stream stream = slot.pcie;
+  const int64_t bytes = work.blocks[work.next];
+
+  TB_RETURN_IF_ERROR(Start(use, work, lane.slots[0]->pcie));
+  if (lane.has_fault && work.next >= 1) return Unavailable("injected fault");
+  if (index >= work.num_slots) {
+    work.num_slots = index + 1;
+    if (index > 0) TB_RETURN_IF_ERROR(streams_.Wait(stream, flight.begin));
+    // Of a transfer that had the slot on other streams.
+    if (slot.was_used) TB_RETURN_IF_ERROR(streams_.Wait(stream, slot.free));
+  }
+  const auto cross_pcie = [&](void* dst, const void* src) {
+    const bool is_chained =
+        plan_.relay_streams == RelayStreams::kPerSlot && lane.slots.size() > 1;
+    if (is_chained && work.next > 0) {
+      TB_RETURN_IF_ERROR(streams_.Wait(stream, lane.slots[1 - index]->full));
+    }
+    TB_RETURN_IF_ERROR(streams_.Copy(stream, dst, src, bytes, kind()));
+    return is_chained ? streams_.Record(use.link_gpu, slot.full, stream)
+                      : OkStatus();
+  };
+  const std::byte* const src = flight.src + work.offset;
+  std::byte* const dst = flight.dst + work.offset;
+  if (is_h2d()) {
+    TB_RETURN_IF_ERROR(cross_pcie(slot.buffer, src));
+    TB_RETURN_IF_ERROR(
+        streams_.Copy(stream, dst, slot.buffer, bytes, CopyKind::kD2d));
+  } else {
+    TB_RETURN_IF_ERROR(
+        streams_.Copy(stream, slot.buffer, src, bytes, CopyKind::kD2d));
+    TB_RETURN_IF_ERROR(cross_pcie(dst, slot.buffer));
+  }
+  ++work.next;
+  work.offset += bytes;
+  return Mark(use, stream, bytes);
 }
 
 /// Every lane waits for what every other one has issued so far.
@@ -156,24 +211,45 @@ Status Issuer::EndRound() {
 Status Issuer::RecordEnds() {
   // A lane that got no block has an end as well: whoever waits for it must find
   // it recorded.
-  Status result;
-  const auto record = [&](LaneUse& use, Work& work, Stream first, Stream last) {
-    Status status = Start(use, work, first);
-    if (status.ok() && first != last) {
-      // Covers a first leg whose second was refused.
-      status = streams_.Record(use.link_gpu, use.end, first);
-      if (status.ok()) status = streams_.Wait(last, use.end);
-    }
-    if (status.ok()) status = streams_.Record(use.link_gpu, use.end, last);
-    if (result.ok()) result = status;
-  };
-  record(plan_.flight->uses[0], direct_, plan_.direct->stream,
-         plan_.direct->stream);
+  Status result = RecordEnd(plan_.flight->uses[0], direct_,
+                            plan_.direct->stream, plan_.direct->stream);
   for (size_t i = 0; i < plan_.relays.size(); ++i) {
     const RelaySlot& slot = *plan_.relays[i].slots[0];
-    record(UseOf(i), relays_[i], First(slot, is_h2d()), Second(slot, is_h2d()));
+    const Status status =
+        plan_.relay_streams == RelayStreams::kPerLeg
+            ? RecordEnd(UseOf(i), relays_[i], First(slot, is_h2d()),
+                        Second(slot, is_h2d()))
+            : RecordSlotsEnd(i);
+    if (result.ok()) result = status;
   }
   return result;
+}
+
+Status Issuer::RecordEnd(LaneUse& use, Work& work, Stream first, Stream last) {
+  TB_RETURN_IF_ERROR(Start(use, work, first));
+  if (first != last) {
+    // Covers a first leg whose second was refused.
+    TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, use.end, first));
+    TB_RETURN_IF_ERROR(streams_.Wait(last, use.end));
+  }
+  return streams_.Record(use.link_gpu, use.end, last);
+}
+
+Status Issuer::RecordSlotsEnd(size_t relay) {
+  const IssuePlan::Relay& lane = plan_.relays[relay];
+  Work& work = relays_[relay];
+  LaneUse& use = UseOf(relay);
+  // The stream of the last block: it ends last.
+  const size_t last = work.next == 0 ? 0 : (work.next - 1) % lane.slots.size();
+  const Stream stream = lane.slots[last]->pcie;
+  TB_RETURN_IF_ERROR(Start(use, work, lane.slots[0]->pcie));
+  for (size_t i = 0; i < work.num_slots; ++i) {
+    RelaySlot& slot = *lane.slots[i];
+    TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, slot.free, slot.pcie));
+    slot.was_used = true;
+    if (i != last) TB_RETURN_IF_ERROR(streams_.Wait(stream, slot.free));
+  }
+  return streams_.Record(use.link_gpu, use.end, stream);
 }
 
 Status Issuer::Run(std::vector<IssueFailure>& failures) {

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "engine/flight.h"
 #include "engine/stream_lanes.h"
+#include "engine/stream_settings.h"
 #include "transport/streams.h"
 
 namespace turbobus::engine {
@@ -33,6 +34,8 @@ struct IssuePlan {
   int64_t direct_block_bytes = 0;
   int64_t relay_block_bytes = 0;
   bool is_lock_step = false;
+  /// Lock-step lanes have one a leg.
+  RelayStreams relay_streams = RelayStreams::kPerLeg;
   /// A lane looks for others after this much; 0: never.
   int64_t yield_bytes = 0;
   /// Makes a timed event for a block's end on that GPU; empty: none wanted.

@@ -23,14 +23,16 @@ struct DirectLane {
   FlightPtr user;
 };
 
-/// One block of memory on a GPU that lends its link, and the streams of the two
-/// legs. A transfer that has both slots of a direction uses the first one's
-/// streams and alternates between the buffers.
+/// One block of memory on a GPU that lends its link, and streams. A transfer
+/// that has both slots of a direction alternates between the buffers; its legs
+/// are on the first slot's two streams, or each block is on its own slot's
+/// `pcie` (RelayStreams).
 struct RelaySlot {
   void* buffer = nullptr;
   transport::Stream pcie = nullptr;
   transport::Stream fabric = nullptr;
-  /// The slot has been filled; has been emptied; has ended a round.
+  /// The slot has been filled (or: its block has crossed PCIe); has been
+  /// emptied; has ended a round.
   transport::Event full = nullptr;
   transport::Event free = nullptr;
   transport::Event round = nullptr;

@@ -73,6 +73,7 @@ StatusOr<std::vector<double>> StreamEngine::Measure(
     plan.direct = lanes_.PickDirect(path.gpu, path.direction, gate);
     if (plan.direct == nullptr) return Unavailable("no idle direct lane");
     plan.direct_block_bytes = plan.relay_block_bytes = block_bytes;
+    plan.relay_streams = settings_.relay_streams;
     plan.yield_bytes = settings_.has_yields ? block_bytes : 0;
     const int direct_path = PathIndex(path.gpu, topo::kNoRelay, path.direction);
     plan.direct_bytes = path.is_relay() ? 0 : size_bytes;

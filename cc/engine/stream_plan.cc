@@ -245,6 +245,8 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   plan.relay_block_bytes =
       std::min(lanes_.slot_bytes(), RelayBlock(size, settings_.block_bytes));
   plan.is_lock_step = settings_.is_lock_step;
+  plan.relay_streams =
+      settings_.is_lock_step ? RelayStreams::kPerLeg : settings_.relay_streams;
   plan.yield_bytes = settings_.has_yields ? settings_.block_bytes / 8 : 0;
   if (settings_.is_traced) {
     plan.make_mark = [this](int gpu) {

@@ -19,6 +19,19 @@ enum class SplitPolicy : uint8_t {
   kDirect = 2,
 };
 
+/// Which streams a relay's two legs run on.
+enum class RelayStreams : uint8_t {
+  /// One a leg; events say when a slot is full and when it is free.
+  kPerLeg = 0,
+  /// One a slot, which carries both legs of a block. Blocks cross PCIe one
+  /// after
+  /// the other, because each waits for the one before on the other slot's
+  /// stream: that wait is also what lets others in between.
+  kPerSlot = 1,
+  /// As kPerSlot, but the two streams do not wait for each other.
+  kPerSlotLoose = 2,
+};
+
 struct StreamSettings {
   int64_t block_bytes = 16 << 20;
   /// Smaller transfers are one copy on XLA's own stream.
@@ -27,6 +40,7 @@ struct StreamSettings {
   /// The paper's slots: one block a lane, then all lanes wait for each other.
   bool is_lock_step = false;
   bool has_yields = true;
+  RelayStreams relay_streams = RelayStreams::kPerLeg;
   /// A relay that takes longer than this times what was expected is planned
   /// with at the rate that it showed, until it is on time again.
   double late_factor = 1.25;

@@ -34,6 +34,9 @@ using transport::cuda::YieldKind;
 /// (gpu, relay or None, "h2d" or "d2h", bytes per second)
 using PathTuple = std::tuple<int, std::optional<int>, std::string, double>;
 
+/// As in engine::RelayStreams.
+constexpr const char* kRelayStreams[] = {"leg", "slot", "loose-slot"};
+
 const char* DirectionName(topo::Direction direction) {
   return direction == topo::Direction::kH2d ? "h2d" : "d2h";
 }
@@ -77,7 +80,7 @@ StreamSettings ToSettings(StreamSettings settings, const py::dict& values) {
       "block_bytes",       "min_pooled_bytes", "split",
       "is_lock_step",      "has_yields",       "late_factor",
       "direct_latency_ns", "relay_latency_ns", "is_disabled",
-      "is_traced"};
+      "is_traced",         "relay_streams"};
   for (const auto& [key, value] : values) {
     const auto name = key.cast<std::string>();
     if (std::ranges::find(kNames, name) == std::end(kNames)) {
@@ -93,6 +96,18 @@ StreamSettings ToSettings(StreamSettings settings, const py::dict& values) {
   Read(values, "relay_latency_ns", settings.relay_latency_ns);
   Read(values, "is_disabled", settings.is_disabled);
   Read(values, "is_traced", settings.is_traced);
+  std::string relay_streams;
+  Read(values, "relay_streams", relay_streams);
+  if (!relay_streams.empty()) {
+    const auto* const found = std::ranges::find(kRelayStreams, relay_streams);
+    if (found == std::end(kRelayStreams)) {
+      throw py::value_error(
+          "relay_streams: expected 'leg', 'slot' or 'loose-slot', got '" +
+          relay_streams + "'");
+    }
+    settings.relay_streams =
+        static_cast<engine::RelayStreams>(found - std::begin(kRelayStreams));
+  }
   std::string split;
   Read(values, "split", split);
   if (split == "finish-time") {
@@ -304,16 +319,19 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("settings", [] {
     const StreamSettings settings = Engine().settings();
     static constexpr const char* kSplits[] = {"finish-time", "even", "direct"};
-    return py::dict("block_bytes"_a = settings.block_bytes,
-                    "min_pooled_bytes"_a = settings.min_pooled_bytes,
-                    "split"_a = kSplits[static_cast<int>(settings.split)],
-                    "is_lock_step"_a = settings.is_lock_step,
-                    "has_yields"_a = settings.has_yields,
-                    "late_factor"_a = settings.late_factor,
-                    "direct_latency_ns"_a = settings.direct_latency_ns,
-                    "relay_latency_ns"_a = settings.relay_latency_ns,
-                    "is_disabled"_a = settings.is_disabled,
-                    "is_traced"_a = settings.is_traced);
+    return py::dict(
+        "block_bytes"_a = settings.block_bytes,
+        "min_pooled_bytes"_a = settings.min_pooled_bytes,
+        "split"_a = kSplits[static_cast<int>(settings.split)],
+        "is_lock_step"_a = settings.is_lock_step,
+        "has_yields"_a = settings.has_yields,
+        "late_factor"_a = settings.late_factor,
+        "direct_latency_ns"_a = settings.direct_latency_ns,
+        "relay_latency_ns"_a = settings.relay_latency_ns,
+        "is_disabled"_a = settings.is_disabled,
+        "is_traced"_a = settings.is_traced,
+        "relay_streams"_a =
+            kRelayStreams[static_cast<int>(settings.relay_streams)]);
   });
   module.def(
       "set_rates",
