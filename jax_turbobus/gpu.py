@@ -62,6 +62,20 @@ class Engine:
         """
         self.library.set_settings(settings)
 
+    def links(self, gpu: int, direction: str | None = None) -> list[int]:
+        """Returns the indices of a GPU's own links among ``raw()["paths"]``.
+
+        Args:
+          gpu: its CUDA ordinal in this process.
+          direction: ``"h2d"`` or ``"d2h"``; None: both.
+        """
+        return [
+            i
+            for i, path in enumerate(self.raw()["paths"])
+            if (path["gpu"], path["relay"]) == (gpu, None)
+            and direction in (None, path["direction"])
+        ]
+
     def raw(self) -> dict[str, Any]:
         """Returns every counter of the C++ engine."""
         stats: dict[str, Any] = self.library.stats()

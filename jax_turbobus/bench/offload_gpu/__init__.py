@@ -6,6 +6,7 @@ process, with every other GPU idle unless a case says otherwise.
 """
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,15 @@ import jax
 from jax_turbobus import _ffi
 from jax_turbobus.bench import _options
 from jax_turbobus.bench._report import Row
-from jax_turbobus.bench.offload_gpu import engine, neighbours, programs, transfers
-from jax_turbobus.bench.offload_gpu._setup import Setup
+from jax_turbobus.bench.offload_gpu import (
+    allocators,
+    engine,
+    neighbours,
+    programs,
+    transfers,
+)
+from jax_turbobus.bench.offload_gpu._setup import MIB, Setup
+from jax_turbobus.bench.offload_gpu.donor import donor
 
 __all__ = ["CASES", "add_arguments", "run"]
 
@@ -29,11 +37,12 @@ CASES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "adam": programs.adam,
     "overlap": programs.beside_matmuls,
     "layers": programs.layers,
-    "donor": neighbours.donor,
+    "donor": donor,
     "small-behind-large": neighbours.small_behind_large,
     "host-time": engine.host_time,
     "busy-half": neighbours.busy_half,
     "sweep": engine.sweep,
+    "allocators": allocators.allocators,
 }
 
 
@@ -48,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shrink", type=int, default=1, help="divides every size, for trying out"
     )
+    parser.add_argument(
+        "--least-mib", type=int, default=0, help="smallest transfer of one-way (0)"
+    )
+    parser.add_argument(
+        "--most-mib", type=int, default=1 << 20, help="largest transfer of one-way"
+    )
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -59,8 +74,16 @@ def run(args: argparse.Namespace) -> list[Row]:
       args: what `add_arguments` defines.
     """
     _options.check_whole("--shrink", args.shrink, 1, 1 << 20)
+    _options.check_whole("--least-mib", args.least_mib, 0, 1 << 20)
+    _options.check_whole("--most-mib", args.most_mib, 0, 1 << 20)
     _ffi.register()
-    setup = Setup(jax.devices(args.platform), args.rounds, args.shrink)
+    setup = Setup(
+        jax.devices(args.platform),
+        args.rounds,
+        args.shrink,
+        args.least_mib * MIB,
+        args.most_mib * MIB,
+    )
     rows: list[Row] = []
     for name, case in CASES.items():
         if name not in args.only or name in args.skip:
@@ -70,10 +93,11 @@ def run(args: argparse.Namespace) -> list[Row]:
             for row in case(setup):
                 rows.append(row)
                 _say(_line(row))
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, AssertionError) as error:
             _say(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
             rows.append(Row.make(name, "failed", 0.0, required=">= 1"))
         _say(f"  ({name}: {time.perf_counter() - start:.1f} s)")
+        gc.collect()
         jax.clear_caches()
     return rows
 

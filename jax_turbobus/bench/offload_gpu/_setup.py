@@ -1,7 +1,11 @@
 """What the cases of the GPU offload benchmark share: arrays, checks, clocks."""
 
+import collections
 import contextlib
 import dataclasses
+import math
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jax_turbobus as tb
 from jax_turbobus import gpu
-from jax_turbobus.bench._report import Row
+from jax_turbobus.bench._report import Row, Timing
 
 __all__ = [
     "DEVICE",
@@ -27,10 +31,13 @@ __all__ = [
     "Setup",
     "check",
     "configured",
+    "in_a_row",
     "incoming",
     "is_same",
     "latencies",
     "meanwhile",
+    "needs_gpus",
+    "noise",
     "percentile",
     "rate",
     "size_name",
@@ -45,9 +52,21 @@ PEER = "jax.device_put"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
+    """What every case gets.
+
+    Attributes:
+      devices: JAX's devices; the first one transfers, the others lend.
+      rounds: measured rounds of a large transfer; smaller ones get more.
+      shrink: divides every size, to try the programs out.
+      least_bytes: the smallest transfer of the cases that take sizes in turn.
+      most_bytes: the largest one.
+    """
+
     devices: Sequence[Any]
     rounds: int
     shrink: int
+    least_bytes: int = 0
+    most_bytes: int = 1 << 60
 
     def host(self, size_bytes: int, device: int = 0, dtype: Any = np.float32) -> Any:
         """Returns random bytes in pinned host memory."""
@@ -75,9 +94,21 @@ class Setup:
         return SingleDeviceSharding(self.devices[device], memory_kind=kind)
 
     def rounds_for(self, size_bytes: int) -> int:
-        if size_bytes <= 4 * MIB:
-            return 15 * self.rounds
+        """Returns how often to measure transfers of so many bytes in all."""
+        if self.shrink > 1:
+            return self.rounds
+        for most, times in ((8 * MIB, 100), (64 * MIB, 20), (512 * MIB, 4)):
+            if size_bytes <= most:
+                return times * self.rounds
         return self.rounds if size_bytes < 2 * GIB else max(self.rounds // 2, 3)
+
+    def count(self, samples: int) -> int:
+        """Returns how many samples to take: fewer where only programs are tried."""
+        return samples if self.shrink == 1 else 3
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps, but where only programs are tried."""
+        time.sleep(seconds if self.shrink == 1 else 0.0)
 
 
 def incoming(setup: Setup, device: int = 0) -> tuple[Any, Any]:
@@ -125,6 +156,38 @@ def check(ours: Any, expected: Any) -> None:
         raise ValueError("the bytes are wrong")
 
 
+def needs_gpus(setup: Setup, case: str, count: int = 2) -> Iterator[Row]:
+    """Yields a row that says why a case was not measured, where that is so."""
+    if len(setup.devices) < count:
+        reason = f"not measured: needs {count} GPUs, JAX sees {len(setup.devices)}"
+        yield Row.make(case, reason, 0.0)
+
+
+def in_a_row(start: Callable[[], Any], count: int) -> Callable[[], Any]:
+    """Returns a function that starts so many calls and waits for the last one.
+
+    All results stay alive until then, as in a program that uses them. On one stream the
+    last call ends last.
+    """
+
+    def run() -> Any:
+        results = [start() for _ in range(count)]
+        return jax.block_until_ready(results[-1])
+
+    return run
+
+
+def noise(a: Timing, b: Timing) -> float:
+    """Returns by how much two measurements of one program differ, as a part of it.
+
+    That of their medians, and two standard errors of a median.
+    """
+    quarters = statistics.quantiles(a.seconds, n=4)
+    deviation = (quarters[2] - quarters[0]) / 1.35
+    error = 1.25 * deviation / math.sqrt(len(a.seconds))
+    return abs(b.median / a.median - 1) + 2 * error / a.median
+
+
 def wait_for(program: Callable[..., Any], x: Any) -> Any:
     return jax.block_until_ready(program(x))
 
@@ -162,15 +225,28 @@ def rate(case: str, size: int, times: Any, required: str | None) -> Row:
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
-    """Repeats `work` on a thread of its own while the body runs."""
+def meanwhile(work: Callable[[], Any], queued: int = 1) -> Iterator[None]:
+    """Repeats `work` on a thread of its own while the body runs.
+
+    Args:
+      work: starts something and returns its result.
+      queued: so many results are being waited for at any time; the oldest is waited
+        for before the next one is started, so that a link never falls idle in between.
+    """
     stop = threading.Event()
 
     def loop() -> None:
+        started: collections.deque[Any] = collections.deque()
         while not stop.is_set():
-            work()
+            started.append(work())
+            if len(started) >= queued:
+                jax.block_until_ready(started.popleft())
+        jax.block_until_ready([*started])
 
     thread = threading.Thread(target=loop)
+    # A thread that starts a call must not keep the other one from its clock for long.
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
     thread.start()
     try:
         time.sleep(0.05)
@@ -178,6 +254,7 @@ def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+        sys.setswitchinterval(interval_s)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
