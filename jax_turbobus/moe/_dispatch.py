@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_turbobus.moe import _linear, _matching, _routing
+from jax_turbobus.moe import _linear, _matching, _payload, _routing
 from jax_turbobus.moe._matching import AxisName
 from jax_turbobus.moe._routing import Routing
 from jax_turbobus.moe._state import DispatchState
@@ -14,7 +14,7 @@ __all__ = ["Operands", "dispatch", "prepared", "received"]
 
 
 def dispatch(
-    tokens: jax.Array,
+    tokens: Any,
     expert_ids: jax.Array,
     weights: jax.Array,
     *,
@@ -24,7 +24,7 @@ def dispatch(
     expert_capacity: int | None = None,
     schedule: str = "auto",
     valid: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, DispatchState]:
+) -> tuple[Any, jax.Array, DispatchState]:
     """Returns the rows that this rank's experts work on, their sizes, and a state.
 
     To be called by every rank of `axis_name` inside `jax.shard_map`. Rank r owns the
@@ -34,7 +34,9 @@ def dispatch(
 
     Args:
       tokens: ``[num_tokens, hidden]``, this rank's, of any dtype of whole bytes;
-        `num_tokens` may be 0, and is the same on all ranks.
+        `num_tokens` may be 0, and is the same on all ranks. Or a tuple or dict of them,
+        whose `hidden` and dtypes may differ (fp8 values and their scales, say):
+        they travel in one exchange.
       expert_ids: ``int32[num_tokens, top_k]``. An id outside ``[0, num_experts)``
         masks its choice. An expert that a token names twice works once and counts
         with both weights.
@@ -54,7 +56,8 @@ def dispatch(
 
     Returns:
       ``rows``: ``[recv_capacity, hidden]``, or with `expert_capacity`
-      ``[L, expert_capacity, hidden]``; rows that belong to no token are zero.
+      ``[L, expert_capacity, hidden]``; rows that belong to no token are zero; a tree of
+      those for a tree of tokens.
       ``group_sizes``: ``int32[L]``, rows of each local expert, for
       `jax.lax.ragged_dot`. ``state``: for `combine`.
 
@@ -70,18 +73,71 @@ def dispatch(
 
     Source: DESIGN, "Expert exchange"; ThunderEP's filtering and packing.
     """
-    operands = prepared(
-        tokens,
-        expert_ids,
-        weights,
-        valid,
-        num_experts=num_experts,
-        axis_name=axis_name,
-        recv_capacity=recv_capacity,
-        expert_capacity=expert_capacity,
-        schedule=schedule,
-    )
+    static = {
+        "num_experts": num_experts,
+        "axis_name": axis_name,
+        "recv_capacity": recv_capacity,
+        "expert_capacity": expert_capacity,
+        "schedule": schedule,
+    }
+    if isinstance(tokens, tuple | dict):
+        return _dispatch_tree(tokens, expert_ids, weights, valid, static)
+    operands = prepared(tokens, expert_ids, weights, valid, **static)
     return received(operands, _linear.send(operands.routing, *operands.sent))
+
+
+def _dispatch_tree(
+    tokens: Any,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array | None,
+    static: dict[str, Any],
+) -> tuple[Any, jax.Array, DispatchState]:
+    """Returns what `dispatch` does, for a tree of arrays.
+
+    Raises:
+      ValueError: the tree has no array, or as `dispatch`.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path(tokens)
+    if not paths:
+        raise ValueError("dispatch: tokens: expected at least one array, got none")
+    for path, x in paths:
+        name = "tokens" + jax.tree_util.keystr(path)
+        _routing.check_arrays(
+            "dispatch", x, expert_ids, weights, valid, name_of_tokens=name
+        )
+    parts = [x for _, x in paths]
+    routing = _routing.routing_of(
+        "dispatch",
+        num_tokens=expert_ids.shape[0],
+        hidden=_payload.row_bytes(parts),
+        top_k=expert_ids.shape[1],
+        dtype=jnp.uint8,
+        **static,
+    )
+    if valid is not None:
+        expert_ids = jnp.where(valid[:, None], expert_ids, -1)
+    expert_ids, weights, *parts = _matching.vary_alike(
+        routing.group, (expert_ids, weights, *parts)
+    )
+    rows, *plan = _payload.send(routing, tuple(parts), expert_ids)
+    state = _state_of(routing, expert_ids, weights, plan)
+    shaped = [r.reshape(*routing.rows_shape, r.shape[-1]) for r in rows]
+    return jax.tree.unflatten(tree, shaped), state.group_sizes, state
+
+
+def _state_of(
+    routing: Routing, expert_ids: jax.Array, weights: jax.Array, plan: Any
+) -> DispatchState:
+    group_sizes, wanted, slots = plan
+    return DispatchState(
+        expert_ids=expert_ids,
+        weights=weights,
+        slots=slots,
+        group_sizes=group_sizes,
+        wanted=wanted,
+        routing=routing,
+    )
 
 
 class Operands(NamedTuple):
@@ -128,13 +184,7 @@ def received(
 ) -> tuple[jax.Array, jax.Array, DispatchState]:
     """Returns what `dispatch` does, of the exchange's results."""
     routing, tokens, expert_ids, weights = operands
-    rows, group_sizes, wanted, slots = results
-    state = DispatchState(
-        expert_ids=expert_ids,
-        weights=weights,
-        slots=slots,
-        group_sizes=group_sizes,
-        wanted=wanted,
-        routing=routing,
-    )
-    return rows.reshape(*routing.rows_shape, tokens.shape[1]), group_sizes, state
+    rows, *plan = results
+    state = _state_of(routing, expert_ids, weights, plan)
+    rows = rows.reshape(*routing.rows_shape, tokens.shape[1])
+    return rows, state.group_sizes, state

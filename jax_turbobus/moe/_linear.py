@@ -24,6 +24,7 @@ __all__ = [
     "bring",
     "bring_grad_transposed",
     "send",
+    "send_grad",
     "sum_restored",
     "with_rank",
 ]
@@ -87,10 +88,16 @@ def _send_forward(routing: Routing, *operands: jax.Array) -> Any:
 
 
 def _send_backward(routing: Routing, residuals: Any, cotangents: Any) -> Any:
-    row_grads = cotangents[0]
-    operands = (as_summable(row_grads), *residuals)
+    return None, send_grad(routing, cotangents[0], *residuals), None
+
+
+def send_grad(
+    routing: Routing, row_grads: jax.Array, expert_ids: jax.Array, slots: jax.Array
+) -> jax.Array:
+    """Returns ``[num_tokens, hidden]``: each token's row gradients, added up."""
+    operands = (as_summable(row_grads), expert_ids, slots)
     sums = _send_grad(routing, *with_rank(routing, *operands))
-    return None, sum_restored(sums, row_grads.dtype), None
+    return sum_restored(sums, row_grads.dtype)
 
 
 _send.defvjp(_send_forward, _send_backward)

@@ -71,6 +71,8 @@ def check_arrays(
     expert_ids: jax.Array,
     weights: jax.Array,
     valid: jax.Array | None,
+    *,
+    name_of_tokens: str = "tokens",
 ) -> None:
     """Checks the arrays that users hand to `dispatch`, without looking at values.
 
@@ -78,26 +80,27 @@ def check_arrays(
       TypeError: something is no array, or its dtype is not what it must be.
       ValueError: shapes that do not fit each other.
     """
-    arrays = {"tokens": tokens, "expert_ids": expert_ids, "weights": weights}
+    name = name_of_tokens
+    arrays = {name: tokens, "expert_ids": expert_ids, "weights": weights}
     if valid is not None:
         arrays["valid"] = valid
-    for name, x in arrays.items():
-        check_array(f"{op}: {name}", x)
+    for key, x in arrays.items():
+        check_array(f"{op}: {key}", x)
     if tokens.ndim != 2:
         raise ValueError(
-            f"{op}: tokens: expected shape [num_tokens, hidden], got"
+            f"{op}: {name}: expected shape [num_tokens, hidden], got"
             f" {_shape(tokens)}; map leading axes with jax.vmap, or merge them with"
             " reshape"
         )
     num_tokens = tokens.shape[0]
     if jnp.issubdtype(tokens.dtype, jax.dtypes.extended):
         raise TypeError(
-            f"{op}: tokens: dtype {tokens.dtype} has no bytes to move; for random keys,"
+            f"{op}: {name}: dtype {tokens.dtype} has no bytes to move; for random keys,"
             " dispatch jax.random.key_data(keys)"
         )
     if not _is_movable(tokens.dtype):
         raise TypeError(
-            f"{op}: tokens: dtype {tokens.dtype} has elements of less than a byte;"
+            f"{op}: {name}: dtype {tokens.dtype} has elements of less than a byte;"
             " send them as int8, or packed into uint8"
         )
     if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens:
