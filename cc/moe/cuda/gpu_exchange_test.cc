@@ -1,0 +1,299 @@
+#include "moe/cuda/gpu_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "moe/cuda/gpu_reference.h"
+#include "moe/cuda/gpu_testing.h"
+
+// Exchanges on GPUs give what those on CPU devices do, bit for bit.
+
+namespace turbobus::moe::cuda {
+namespace {
+
+/// One rank's arrays on its GPU, and the four exchanges over them.
+struct OnGpu {
+  OnGpu(const Case& c, int device, int rank, const Rank& from)
+      : shape(ToShape(ToConfig(c), rank)),
+        dtype(c.dtype),
+        tokens(device, from.tokens),
+        weights(device, from.weights),
+        outputs(device, from.outputs),
+        sum_grads(device, from.sum_grads),
+        ids(device, from.ids),
+        rows(device, from.rows.size()),
+        sums(device, from.sums.size()),
+        token_grads(device, from.token_grads.size()),
+        row_grads(device, from.row_grads.size()),
+        weight_grads(device, from.weight_grads.size()),
+        group_sizes(device, from.group_sizes.size() * sizeof(int32_t)),
+        wanted(device, from.wanted.size() * sizeof(int32_t)),
+        slots(device, from.slots.size() * sizeof(int32_t)),
+        counts(device, c.num_experts * sizeof(int32_t), false),
+        block_offsets(device, PlanScratchBytes(shape), false),
+        arrivals(device, c.num_ranks * from.slots.size() * sizeof(int32_t),
+                 false),
+        partials(device, c.num_ranks * from.tokens.size(), false) {}
+
+  Status Run(GpuRanks& ranks, bool is_deduplicated) {
+    const int r = shape.rank;
+    const GpuDispatch dispatch = {
+        .shape = shape,
+        .is_deduplicated = is_deduplicated,
+        .tokens = tokens.data(),
+        .expert_ids = ids.data<int32_t>(),
+        .rows = rows.data(),
+        .group_sizes = group_sizes.data<int32_t>(),
+        .wanted = wanted.data<int32_t>(),
+        .slots = slots.data<int32_t>(),
+        .counts = counts.data<int32_t>(),
+        .block_offsets = block_offsets.data<int32_t>(),
+        .arrivals = arrivals.data<int32_t>()};
+    TB_RETURN_IF_ERROR(RunDispatch(ranks.Next(r, "dispatch"), dispatch));
+    GpuCombine combine = {.shape = shape,
+                          .dtype = dtype,
+                          .rows = outputs.data(),
+                          .expert_ids = ids.data<int32_t>(),
+                          .slots = slots.data<int32_t>(),
+                          .weights = weights.data(),
+                          .sums = sums.data(),
+                          .partials = partials.data()};
+    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "combine"), combine));
+    combine.weights = nullptr;
+    combine.sums = token_grads.data();
+    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "transpose"), combine));
+    return RunCombineGrad(ranks.Next(r, "gradient"),
+                          {.shape = shape,
+                           .dtype = dtype,
+                           .sum_grads = sum_grads.data(),
+                           .rows = outputs.data(),
+                           .expert_ids = ids.data<int32_t>(),
+                           .slots = slots.data<int32_t>(),
+                           .weights = weights.data(),
+                           .group_sizes = group_sizes.data<int32_t>(),
+                           .row_grads = row_grads.data(),
+                           .weight_grads = weight_grads.data()});
+  }
+
+  void ExpectSame(const Rank& want) const {
+    EXPECT_EQ(rows.Read<uint8_t>(), want.rows);
+    EXPECT_EQ(group_sizes.Read<int32_t>(), want.group_sizes);
+    EXPECT_EQ(wanted.Read<int32_t>(), want.wanted);
+    EXPECT_EQ(slots.Read<int32_t>(), want.slots);
+    EXPECT_EQ(sums.Read<uint8_t>(), want.sums);
+    EXPECT_EQ(token_grads.Read<uint8_t>(), want.token_grads);
+    EXPECT_EQ(row_grads.Read<uint8_t>(), want.row_grads);
+    EXPECT_EQ(weight_grads.Read<uint8_t>(), want.weight_grads);
+  }
+
+  Shape shape;
+  DType dtype;
+  DeviceArray tokens, weights, outputs, sum_grads, ids;
+  DeviceArray rows, sums, token_grads, row_grads, weight_grads;
+  DeviceArray group_sizes, wanted, slots;
+  DeviceArray counts, block_offsets, arrivals, partials;
+};
+
+/// Work that a stream has before an exchange: so the others' streams, if they
+/// do not wait for it, read what is not there yet.
+void Delay(cudaStream_t stream) {
+  EXPECT_EQ(cudaLaunchHostFunc(
+                stream,
+                [](void*) {
+                  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+                },
+                nullptr),
+            cudaSuccess);
+}
+
+class GpuExchangeTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+  }
+};
+
+class GpuExchangeCases : public GpuExchangeTest,
+                         public testing::WithParamInterface<Case> {};
+
+TEST_P(GpuExchangeCases, GiveWhatThoseOnCpuDevicesDo) {
+  const Case& c = GetParam();
+  const std::vector<Rank> want = Reference(c, 1);
+  GpuRanks ranks(c.num_ranks);
+  for (const bool is_deduplicated : {true, false}) {
+    std::vector<std::unique_ptr<OnGpu>> arrays;
+    for (int r = 0; r < c.num_ranks; ++r) {
+      arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
+    }
+    const std::vector<Status> statuses = ranks.Run([&](int r) {
+      if (r == c.num_ranks - 1) Delay(ranks.stream(r));
+      return arrays[r]->Run(ranks, is_deduplicated);
+    });
+    for (int r = 0; r < c.num_ranks; ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r) +
+                   (is_deduplicated ? "" : ", a row a copy"));
+      ASSERT_TRUE(statuses[r].ok()) << statuses[r];
+      arrays[r]->ExpectSame(want[r]);
+    }
+  }
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  const std::vector<std::pair<std::string, Kind>> kinds = {
+      {"Distinct", Kind::kDistinct},   {"Repeated", Kind::kRepeated},
+      {"Masked", Kind::kMasked},       {"One", Kind::kOne},
+      {"FirstRank", Kind::kFirstRank}, {"None", Kind::kNone}};
+  for (const auto& [name, kind] : kinds) {
+    for (const int num_ranks : {2, 4}) {
+      Case c = {.num_ranks = num_ranks, .kind = kind};
+      const std::string at = name + std::to_string(num_ranks);
+      c.name = at;
+      cases.push_back(c);
+      c.name = at + "Dropped";
+      c.recv_capacity = 50;
+      cases.push_back(c);
+      c.name = at + "Padded";
+      c.recv_capacity = 0;
+      c.expert_capacity = 21;
+      cases.push_back(c);
+    }
+  }
+  const std::vector<std::pair<std::string, DType>> dtypes = {
+      {"F32", DType::kF32},
+      {"F64", DType::kF64},
+      {"F16", DType::kF16},
+      {"BF16", DType::kBF16}};
+  for (const auto& [name, dtype] : dtypes) {
+    for (const int64_t hidden : {1, 7, 520}) {
+      cases.push_back({.name = name + "Hidden" + std::to_string(hidden),
+                       .kind = Kind::kMasked,
+                       .dtype = dtype,
+                       .hidden = hidden});
+    }
+  }
+  cases.push_back({.name = "Alone", .num_ranks = 1});
+  cases.push_back({.name = "NoTokens", .num_tokens = 0, .recv_capacity = 5});
+  cases.push_back({.name = "OneToken", .num_tokens = 1});
+  cases.push_back({.name = "ManyChoices",
+                   .kind = Kind::kRepeated,
+                   .num_tokens = 70,
+                   .top_k = kMaxTopK,
+                   .num_experts = 64});
+  cases.push_back({.name = "ManyExperts",
+                   .kind = Kind::kMasked,
+                   .num_tokens = 3000,
+                   .num_experts = kMaxExperts,
+                   .hidden = 8});
+  cases.push_back({.name = "ManyRanks",
+                   .num_ranks = kMaxRanks,
+                   .num_tokens = 30,
+                   .num_experts = 2 * kMaxRanks});
+  cases.push_back({.name = "ManyTokens",
+                   .dtype = DType::kBF16,
+                   .num_tokens = 5000,
+                   .top_k = 2,
+                   .hidden = 64,
+                   .recv_capacity = 9000});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuExchangeCases, testing::ValuesIn(Cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_F(GpuExchangeTest, CallsOnTheSameMemoryFollowEachOther) {
+  const Case c = {.num_ranks = 3, .kind = Kind::kMasked, .num_experts = 6};
+  const std::vector<Rank> want = Reference(c, 2);
+  GpuRanks ranks(c.num_ranks);
+  std::vector<std::unique_ptr<OnGpu>> arrays;
+  for (int r = 0; r < c.num_ranks; ++r) {
+    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
+  }
+  // Nobody waits between the calls: each writes what the last one still reads.
+  const std::vector<Status> statuses = ranks.Run([&](int r) {
+    for (int i = 0; i < 30; ++i) {
+      if (i % c.num_ranks == r) Delay(ranks.stream(r));
+      TB_RETURN_IF_ERROR(arrays[r]->Run(ranks, /*is_deduplicated=*/true));
+    }
+    return OkStatus();
+  });
+  for (int r = 0; r < c.num_ranks; ++r) {
+    ASSERT_TRUE(statuses[r].ok()) << statuses[r];
+    arrays[r]->ExpectSame(want[r]);
+  }
+}
+
+TEST_F(GpuExchangeTest, AKernelThatCannotBeLaunchedFailsAllRanks) {
+  const Case c = {.num_ranks = 3, .num_experts = 6};
+  const std::vector<Rank> want = Reference(c, 3);
+  GpuRanks ranks(c.num_ranks);
+  std::vector<std::unique_ptr<OnGpu>> arrays;
+  for (int r = 0; r < c.num_ranks; ++r) {
+    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
+  }
+  arrays[1]->dtype = DType::kOther;  // No sums of it.
+  for (const Status& status :
+       ranks.Run([&](int r) { return arrays[r]->Run(ranks, true); })) {
+    EXPECT_EQ(status.code(), StatusCode::kInternal) << status;
+    EXPECT_NE(status.message().find("cudaErrorInvalidValue"), std::string::npos)
+        << status;
+  }
+  EXPECT_EQ(ranks.meeting().num_open(), 0);
+}
+
+TEST_F(GpuExchangeTest, ARankThatStaysAwayIsNamedByAllOthers) {
+  const Case c = {.num_ranks = 3, .num_experts = 6};
+  const std::vector<Rank> want = Reference(c, 4);
+  GpuRanks ranks(c.num_ranks, std::chrono::milliseconds(50));
+  std::vector<std::unique_ptr<OnGpu>> arrays;
+  for (int r = 0; r < c.num_ranks; ++r) {
+    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
+  }
+  const std::vector<Status> statuses = ranks.Run(
+      [&](int r) { return r == 1 ? OkStatus() : arrays[r]->Run(ranks, true); });
+  for (const int r : {0, 2}) {
+    EXPECT_EQ(statuses[r].code(), StatusCode::kDeadlineExceeded);
+    EXPECT_NE(statuses[r].message().find("rank(s) 1 of 3"), std::string::npos)
+        << statuses[r];
+  }
+}
+
+TEST_F(GpuExchangeTest, ThousandsOfCallsKeepNoMemory) {
+  const Case c = {.num_tokens = 32, .hidden = 8};
+  const std::vector<Rank> want = Reference(c, 5);
+  GpuRanks ranks(c.num_ranks);
+  std::vector<std::unique_ptr<OnGpu>> arrays;
+  for (int r = 0; r < c.num_ranks; ++r) {
+    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
+  }
+  const auto run = [&](int times) {
+    for (const Status& status : ranks.Run([&](int r) {
+           for (int i = 0; i < times; ++i) {
+             TB_RETURN_IF_ERROR(arrays[r]->Run(ranks, true));
+           }
+           return OkStatus();
+         })) {
+      ASSERT_TRUE(status.ok()) << status;
+    }
+  };
+  const auto free_bytes = [] {
+    size_t free = 0;
+    size_t total = 0;
+    EXPECT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);
+    return free;
+  };
+  run(200);
+  const size_t before = free_bytes();
+  run(2500);  // Four calls each.
+  EXPECT_EQ(free_bytes(), before);
+  arrays[0]->ExpectSame(want[0]);
+}
+
+}  // namespace
+}  // namespace turbobus::moe::cuda
