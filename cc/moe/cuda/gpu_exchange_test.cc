@@ -291,7 +291,8 @@ TEST_F(GpuExchangeTest, ThousandsOfCallsKeepNoMemory) {
   run(200);
   const size_t before = free_bytes();
   run(2500);  // Four calls each.
-  EXPECT_EQ(free_bytes(), before);
+  // Other processes may use the GPU as well. A leak of 4 KiB a call is more.
+  EXPECT_GT(free_bytes() + (32 << 20), before);
   arrays[0]->ExpectSame(want[0]);
 }
 

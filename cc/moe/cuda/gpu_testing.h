@@ -78,21 +78,30 @@ class DeviceArray {
   std::unique_ptr<uint8_t, Free> memory_;
 };
 
+/// Lets every GPU reach the memory of every other; false if one cannot.
+inline bool EnablePeerAccess() {
+  const int num_gpus = NumGpus();
+  for (int gpu = 0; gpu < num_gpus; ++gpu) {
+    if (cudaSetDevice(gpu) != cudaSuccess) return false;
+    for (int peer = 0; peer < num_gpus; ++peer) {
+      if (peer != gpu && cudaDeviceEnablePeerAccess(peer, 0) != cudaSuccess) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 /// Ranks with a stream each, spread over the GPUs there are.
 class GpuRanks {
  public:
   explicit GpuRanks(int num_ranks, std::chrono::milliseconds timeout =
                                        std::chrono::seconds(60))
       : meeting_(timeout), streams_(num_ranks), positions_(num_ranks) {
-    const int num_gpus = NumGpus();
     for (int r = 0; r < num_ranks; ++r) {
       EXPECT_EQ(cudaSetDevice(device(r)), cudaSuccess);
       EXPECT_EQ(cudaStreamCreateWithFlags(&streams_[r], cudaStreamNonBlocking),
                 cudaSuccess);
-      for (int peer = 0; peer < num_gpus; ++peer) {
-        if (peer != device(r)) (void)cudaDeviceEnablePeerAccess(peer, 0);
-      }
-      (void)cudaGetLastError();  // Enabled twice, or not possible.
     }
   }
   ~GpuRanks() {
@@ -102,7 +111,11 @@ class GpuRanks {
   GpuRanks& operator=(const GpuRanks&) = delete;
 
   int size() const { return static_cast<int>(streams_.size()); }
-  int device(int rank) const { return rank % NumGpus(); }
+  /// One GPU for all, if they cannot reach each other's memory.
+  int device(int rank) const {
+    static const int num_gpus = EnablePeerAccess() ? NumGpus() : 1;
+    return rank % num_gpus;
+  }
   cudaStream_t stream(int rank) const { return streams_[rank]; }
   const BlockingMeeting& meeting() const { return meeting_; }
 
