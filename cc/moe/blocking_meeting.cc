@@ -35,6 +35,11 @@ void BlockingMeeting::set_timeout(std::chrono::milliseconds timeout) {
   timeout_ = timeout;
 }
 
+std::chrono::milliseconds BlockingMeeting::timeout() const {
+  const std::lock_guard lock(mutex_);
+  return timeout_;
+}
+
 int64_t BlockingMeeting::NextPosition(int64_t run_id, int device) {
   const std::lock_guard lock(mutex_);
   if (runs_.size() >= kMaxRuns) {
@@ -153,6 +158,12 @@ void BlockingMeeting::Fail(const CallKey& key, const Rank& who,
     Phase nobody;
     FailLocked(key, nobody, status);
   }
+}
+
+Status BlockingMeeting::Failure(const CallKey& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto failed = failed_.find(key);
+  return failed == failed_.end() ? OkStatus() : failed->second;
 }
 
 int64_t BlockingMeeting::num_open() const {

@@ -61,6 +61,7 @@ class BlockingMeeting {
   static BlockingMeeting& Process();
 
   void set_timeout(std::chrono::milliseconds timeout);
+  std::chrono::milliseconds timeout() const;
 
   /// The position in its run of the call that `device` makes now: 0, 1, 2, …
   int64_t NextPosition(int64_t run_id, int device);
@@ -74,6 +75,10 @@ class BlockingMeeting {
 
   /// Tells the others of `key` that this rank cannot go on.
   void Fail(const CallKey& key, const Rank& who, const Status& reason);
+
+  /// The error that `key` has failed with, if it has: for a rank that waits for
+  /// something else than its peers.
+  Status Failure(const CallKey& key) const;
 
   /// Meetings that some rank waits in.
   int64_t num_open() const;

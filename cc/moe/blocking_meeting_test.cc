@@ -72,6 +72,16 @@ TEST(BlockingMeetingTest, ARankThatFailsFreesThoseWhoWait) {
             "dispatch over axis 'x': rank 1 failed: no peer mapping");
 }
 
+TEST(BlockingMeetingTest, WhoWaitsForSomethingElseCanAskWhetherACallHasFailed) {
+  BlockingMeeting meeting(milliseconds(10));
+  EXPECT_EQ(meeting.timeout(), milliseconds(10));
+  const CallKey key{.run_id = 1};
+  EXPECT_TRUE(meeting.Failure(key).ok());
+  meeting.Fail(key, Who(1, 2), Unavailable("no memory"));
+  EXPECT_EQ(meeting.Failure(key).code(), StatusCode::kUnavailable);
+  EXPECT_TRUE(meeting.Failure({.run_id = 1, .position = 1}).ok());
+}
+
 TEST(BlockingMeetingTest, RanksThatDisagreeAreToldSo) {
   BlockingMeeting meeting(milliseconds(10'000));
   const CallKey key{.run_id = 1};

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace turbobus::ffi {
 namespace {
@@ -114,6 +116,17 @@ StatusOr<Caller> FindCaller(const GpuContext& context,
       .position = meeting.NextPosition(context.run_id, context.device),
       .group = exchange.groups[index]};
   caller.stream = context.stream;
+  std::vector<int> devices(num_ranks);
+  for (size_t i = 0; i < exchange.devices.size(); ++i) {
+    if (exchange.groups[i] != exchange.groups[index]) continue;
+    if (exchange.ranks[i] < 0 || exchange.ranks[i] >= num_ranks) {
+      return Internal(op + ": ranks: not 0 .. " +
+                      std::to_string(num_ranks - 1));
+    }
+    devices[exchange.ranks[i]] = static_cast<int>(exchange.devices[i]);
+  }
+  caller.wiring = moe::cuda::Wiring::Of(
+      std::move(devices), static_cast<moe::Schedule>(exchange.schedule));
   caller.meeting = &meeting;
   return caller;
 }
@@ -134,20 +147,10 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
         CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
     TB_RETURN_IF_ERROR(CheckShape(wanted, "wanted", sizes.LocalExperts()));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
-    const moe::cuda::Shape& shape = call.shape;
-    const int64_t plan_ints =
-        PlanScratchBytes(shape) / static_cast<int64_t>(sizeof(int32_t));
-    const int64_t arrivals_ints =
-        static_cast<int64_t>(shape.num_ranks) * shape.num_tokens * shape.top_k;
-    TB_ASSIGN_OR_RETURN(
-        void* const scratch,
-        context.allocate((shape.num_experts + plan_ints + arrivals_ints) *
-                         static_cast<int64_t>(sizeof(int32_t))));
-    call.counts = static_cast<int32_t*>(scratch);
-    call.block_offsets = call.counts + shape.num_experts;
-    call.arrivals = call.block_offsets + plan_ints;
     // With one choice a token has at most one row: nothing to expand.
     call.is_deduplicated = call.shape.top_k > 1;
+    TB_ASSIGN_OR_RETURN(call.scratch,
+                        context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;
   };
   return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
@@ -181,11 +184,9 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
     }
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
-    TB_ASSIGN_OR_RETURN(
-        void* const scratch,
-        context.allocate(call.shape.num_ranks * call.shape.row_bytes *
-                         static_cast<int64_t>(call.shape.num_tokens)));
-    call.partials = static_cast<uint8_t*>(scratch);
+    call.has_weights = weights != nullptr;
+    TB_ASSIGN_OR_RETURN(call.scratch,
+                        context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;
   };
   return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
@@ -222,6 +223,8 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
         CheckShape(weight_grads, "weight_grads", sizes.Choices()));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
+    TB_ASSIGN_OR_RETURN(call.scratch,
+                        context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;
   };
   return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {

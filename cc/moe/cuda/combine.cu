@@ -51,16 +51,33 @@ __global__ void __launch_bounds__(kThreads)
                           ? typename Pack::Acc{1}
                           : WeightOf<typename Pack::Acc>(
                                 shape, args.weights.of[source], token, slots);
-  auto* out = reinterpret_cast<Pack*>(
-      args.partials.of[source] +
-      (static_cast<int64_t>(shape.rank) * shape.num_tokens + token) *
-          shape.row_bytes);
+  auto* out =
+      reinterpret_cast<Pack*>(PlaceIn(args.outbox, shape, source, token));
   ForVectors(shape.row_bytes / static_cast<int64_t>(sizeof(Pack)),
              [&](int64_t vec) {
                typename Pack::Acc sum[Pack::kSize] = {};
                AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
                if (vec >= 0) out[vec] = Pack::From(sum);
              });
+}
+
+/// Whether a token's sum is due: its last partial row is among those that have
+/// come. The whole warp takes part.
+__device__ bool IsDue(const Shape& shape, const Boxes& inbox,
+                      const Arrived& arrived, int64_t token) {
+  if (arrived.is_all) return true;
+  bool is_among = false;
+  bool is_later = false;
+  const int peer = Lane();
+  if (peer < shape.num_ranks && peer != shape.rank) {
+    const int number = NumberIn(inbox, shape, peer, token);
+    is_among = number >= arrived.begin[peer] && number < arrived.end[peer];
+    is_later = number >= arrived.end[peer];
+    // Without a row there (-1) a token waits for none.
+    if (arrived.is_first && number < 0) is_among = true;
+  }
+  if (__any_sync(kAllLanes, is_later)) return false;
+  return __any_sync(kAllLanes, is_among);
 }
 
 template <typename Pack>
@@ -70,27 +87,24 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
   if (token >= shape.num_tokens) return;
+  if (!IsDue(shape, args.inbox, args.arrived, token)) return;
   const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
                                 args.positions.of[shape.rank], token);
   const auto weight = WeightOf<typename Pack::Acc>(
       shape, args.weights.of[shape.rank], token, slots);
   const unsigned here = slots.On(shape.rank);
-  const uint8_t* partials =
-      args.partials.of[shape.rank] + token * shape.row_bytes;
-  const int64_t stride =
-      static_cast<int64_t>(shape.num_tokens) * shape.row_bytes;
   auto* out = reinterpret_cast<Pack*>(args.out + token * shape.row_bytes);
-  // What each rank's partial row counts, on the lane of that rank.
+  // Each rank's partial row and what it counts, on the lane of that rank.
   typename Pack::Acc partial_weight = 0;
-  unsigned ranks = 0;
+  const uint8_t* partial = nullptr;
   for (int r = 0; r < shape.num_ranks; ++r) {
     const unsigned there = slots.On(r);
     if (r == shape.rank || there == 0) continue;
-    ranks |= 1u << r;
     const auto single = __shfl_sync(kAllLanes, weight, __ffs(there) - 1);
     if (Lane() == r) {
       partial_weight =
           (there & (there - 1)) == 0 ? single : typename Pack::Acc{1};
+      partial = PlaceIn(args.inbox, shape, r, token);
     }
   }
   ForVectors(
@@ -102,10 +116,9 @@ __global__ void __launch_bounds__(kThreads)
             continue;
           }
           const auto scale = __shfl_sync(kAllLanes, partial_weight, r);
-          if ((ranks >> r & 1u) != 0 && vec >= 0) {
-            reinterpret_cast<const Pack*>(partials + r * stride)[vec].AddTo(
-                sum, scale);
-          }
+          const auto* row = reinterpret_cast<const Pack*>(__shfl_sync(
+              kAllLanes, reinterpret_cast<unsigned long long>(partial), r));
+          if (row != nullptr && vec >= 0) row[vec].AddTo(sum, scale);
         }
         if (vec >= 0) out[vec] = Pack::From(sum);
       });
@@ -158,15 +171,22 @@ __global__ void __launch_bounds__(kThreads)
   auto* weight_grads =
       static_cast<typename Pack::Acc*>(args.weight_grads.of[shape.rank]) +
       token * shape.top_k;
-  if (Lane() < shape.top_k && !slots.has_row) weight_grads[Lane()] = 0;
-
   const uint8_t* out_grad = args.out_grad + token * shape.row_bytes;
-  const bool is_target = slots.is_first && slots.owner != shape.rank;
-  uint8_t* target = is_target ? args.row_grads.of[slots.owner] +
-                                    slots.position * shape.row_bytes
-                              : nullptr;
-  CopyRow<Pack>(out_grad, target, __ballot_sync(kAllLanes, is_target),
-                shape.row_bytes);
+  const bool is_target = args.has_boxes
+                             ? IsBoxed(args.outbox, shape, slots)
+                             : slots.is_first && slots.owner != shape.rank;
+  uint8_t* target = nullptr;
+  if (is_target) {
+    target = args.has_boxes ? PlaceIn(args.outbox, shape, slots.owner, token)
+                            : args.row_grads.of[slots.owner] +
+                                  slots.position * shape.row_bytes;
+  }
+  if (args.for_peers) {
+    CopyRow<Pack>(out_grad, target, __ballot_sync(kAllLanes, is_target),
+                  shape.row_bytes);
+  }
+  if (!args.for_own) return;
+  if (Lane() < shape.top_k && !slots.has_row) weight_grads[Lane()] = 0;
   for (unsigned bits = slots.On(shape.rank); bits != 0;) {
     const int bit = PopBit(bits);
     const auto grad =
@@ -199,11 +219,15 @@ __global__ void __launch_bounds__(kThreads)
   auto* weight_grads =
       static_cast<typename Pack::Acc*>(args.weight_grads.of[source]) +
       token * shape.top_k;
-  // The first slot's row holds `dy` until all others have read it.
+  // Without boxes the first slot's row holds `dy` until all others have read
+  // it.
+  const uint8_t* const out_grad =
+      args.has_boxes ? PlaceIn(args.inbox, shape, source, token)
+                     : own + first_row * shape.row_bytes;
   for (unsigned bits = here & (here - 1);;) {
     const int bit = bits != 0 ? PopBit(bits) : first;
     const auto grad =
-        SlotGrad<Pack>(shape, own + first_row * shape.row_bytes, args.rows, own,
+        SlotGrad<Pack>(shape, out_grad, args.rows, own,
                        __shfl_sync(kAllLanes, slots.position, bit),
                        __shfl_sync(kAllLanes, weight, bit));
     if (slots.has_row && (slots.sharing >> bit & 1u) != 0) {
@@ -211,6 +235,25 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (bit == first) break;
   }
+}
+
+template <typename W>
+__global__ void __launch_bounds__(kThreads)
+    Merge(const __grid_constant__ Shape shape,
+          const __grid_constant__ MergeArgs args) {
+  const int64_t slot =
+      static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (slot >= static_cast<int64_t>(shape.num_tokens) * shape.top_k) return;
+  const int id = args.expert_ids[slot];
+  const int position = args.positions[slot];
+  if (id < 0 || id >= shape.num_experts || position < 0 ||
+      position >= shape.num_rows) {
+    return;
+  }
+  const int owner = id / shape.num_local_experts;
+  if (owner == shape.rank) return;
+  static_cast<W*>(args.weight_grads)[slot] =
+      static_cast<const W*>(args.found.of[owner])[slot];
 }
 
 dim3 PeerGrid(const Shape& shape) {
@@ -247,10 +290,11 @@ cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
 cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
                            const CombineGradArgs& args, cudaStream_t stream) {
   const int num_send_blocks = NumBlocks(shape.num_tokens);
+  const int num_blocks = num_send_blocks + (args.for_own ? kPaddingBlocks : 0);
+  if (num_blocks == 0) return cudaSuccess;
   return ForPack(dtype, shape.row_bytes, [&](auto pack) {
     GradSend<decltype(pack)>
-        <<<num_send_blocks + kPaddingBlocks, kThreads, 0, stream>>>(
-            shape, args, num_send_blocks);
+        <<<num_blocks, kThreads, 0, stream>>>(shape, args, num_send_blocks);
     return cudaGetLastError();
   });
 }
@@ -263,6 +307,21 @@ cudaError_t LaunchGradExpand(const Shape& shape, DType dtype,
         <<<PeerGrid(shape), kThreads, 0, stream>>>(shape, args);
     return cudaGetLastError();
   });
+}
+
+cudaError_t LaunchMerge(const Shape& shape, DType dtype, const MergeArgs& args,
+                        cudaStream_t stream) {
+  if (!HasPeerTokens(shape)) return cudaSuccess;
+  const int64_t num_slots =
+      static_cast<int64_t>(shape.num_tokens) * shape.top_k;
+  const int num_blocks =
+      static_cast<int>((num_slots + kThreads - 1) / kThreads);
+  if (dtype == DType::kF64) {
+    Merge<double><<<num_blocks, kThreads, 0, stream>>>(shape, args);
+  } else {
+    Merge<float><<<num_blocks, kThreads, 0, stream>>>(shape, args);
+  }
+  return cudaGetLastError();
 }
 
 }  // namespace turbobus::moe::cuda

@@ -29,6 +29,7 @@ StatusOr<SharedEvent> EventPool::Take(int device) {
   TB_RETURN_IF_ERROR(
       FromCuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
                "cudaEventCreate"));
+  ++num_made_;
   return Lend(device, event);
 }
 

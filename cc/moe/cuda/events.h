@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -29,9 +31,13 @@ class EventPool {
   /// The same, recorded on `stream`.
   StatusOr<SharedEvent> Record(int device, cudaStream_t stream);
 
+  /// Events that there are, in use or not.
+  int64_t num_made() const { return num_made_; }
+
  private:
   SharedEvent Lend(int device, cudaEvent_t event);
 
+  std::atomic<int64_t> num_made_ = 0;
   std::mutex mutex_;
   std::vector<std::vector<cudaEvent_t>> free_;  // Guarded by `mutex_`.
 };

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "moe/blocking_meeting.h"
 #include "moe/cuda/kernels.h"
+#include "moe/cuda/wiring.h"
 
 // The exchanges of one rank on one GPU (docs/gpu_exchange.md): kernels on the
 // caller's stream, between meetings with the other ranks' host threads. Each
@@ -26,6 +27,7 @@ struct Caller {
   CallKey key;
   cudaStream_t stream = nullptr;
   BlockingMeeting* meeting = nullptr;
+  Wiring wiring;
 };
 
 struct GpuDispatch {
@@ -37,9 +39,7 @@ struct GpuDispatch {
   int32_t* group_sizes = nullptr;
   int32_t* wanted = nullptr;
   int32_t* slots = nullptr;
-  int32_t* counts = nullptr;         // Scratch, s32[num_experts].
-  int32_t* block_offsets = nullptr;  // Scratch, PlanScratchBytes(shape).
-  int32_t* arrivals = nullptr;  // Scratch, s32[num_ranks, num_tokens, top_k].
+  void* scratch = nullptr;  // As much as `ScratchBytes` says.
 };
 
 struct GpuCombine {
@@ -48,9 +48,10 @@ struct GpuCombine {
   const uint8_t* rows = nullptr;
   const int32_t* expert_ids = nullptr;
   const int32_t* slots = nullptr;
-  const void* weights = nullptr;  // Null: the transpose of dispatch.
+  bool has_weights = true;  // Else: the transpose of dispatch.
+  const void* weights = nullptr;
   uint8_t* sums = nullptr;
-  uint8_t* partials = nullptr;  // Scratch, [num_ranks, num_tokens, row].
+  void* scratch = nullptr;
 };
 
 struct GpuCombineGrad {
@@ -64,10 +65,17 @@ struct GpuCombineGrad {
   const int32_t* group_sizes = nullptr;
   uint8_t* row_grads = nullptr;
   void* weight_grads = nullptr;
+  void* scratch = nullptr;
 };
 
-// DEADLINE_EXCEEDED if a rank does not come; INTERNAL with CUDA's own words if
-// an enqueue fails, on all ranks of the call.
+/// Bytes of `call.scratch`; pointers need not be set yet.
+int64_t ScratchBytes(const Caller& caller, const GpuDispatch& call);
+int64_t ScratchBytes(const Caller& caller, const GpuCombine& call);
+int64_t ScratchBytes(const Caller& caller, const GpuCombineGrad& call);
+
+// Straight into the peers' memory where the wiring is direct, else through
+// pinned host memory. DEADLINE_EXCEEDED if a rank does not come; INTERNAL with
+// CUDA's own words if an enqueue fails, on all ranks of the call.
 Status RunDispatch(const Caller& caller, const GpuDispatch& call);
 Status RunCombine(const Caller& caller, const GpuCombine& call);
 Status RunCombineGrad(const Caller& caller, const GpuCombineGrad& call);

@@ -35,36 +35,34 @@ struct OnGpu {
         group_sizes(device, from.group_sizes.size() * sizeof(int32_t)),
         wanted(device, from.wanted.size() * sizeof(int32_t)),
         slots(device, from.slots.size() * sizeof(int32_t)),
-        counts(device, c.num_experts * sizeof(int32_t), false),
-        block_offsets(device, PlanScratchBytes(shape), false),
-        arrivals(device, c.num_ranks * from.slots.size() * sizeof(int32_t),
-                 false),
-        partials(device, c.num_ranks * from.tokens.size(), false) {}
+        dispatch_scratch(device, ScratchBytes({}, GpuDispatch{.shape = shape}),
+                         false),
+        combine_scratch(device, ScratchBytes({}, GpuCombine{.shape = shape}),
+                        false) {}
 
   Status Run(GpuRanks& ranks, bool is_deduplicated) {
     const int r = shape.rank;
-    const GpuDispatch dispatch = {
-        .shape = shape,
-        .is_deduplicated = is_deduplicated,
-        .tokens = tokens.data(),
-        .expert_ids = ids.data<int32_t>(),
-        .rows = rows.data(),
-        .group_sizes = group_sizes.data<int32_t>(),
-        .wanted = wanted.data<int32_t>(),
-        .slots = slots.data<int32_t>(),
-        .counts = counts.data<int32_t>(),
-        .block_offsets = block_offsets.data<int32_t>(),
-        .arrivals = arrivals.data<int32_t>()};
+    const GpuDispatch dispatch = {.shape = shape,
+                                  .is_deduplicated = is_deduplicated,
+                                  .tokens = tokens.data(),
+                                  .expert_ids = ids.data<int32_t>(),
+                                  .rows = rows.data(),
+                                  .group_sizes = group_sizes.data<int32_t>(),
+                                  .wanted = wanted.data<int32_t>(),
+                                  .slots = slots.data<int32_t>(),
+                                  .scratch = dispatch_scratch.data()};
     TB_RETURN_IF_ERROR(RunDispatch(ranks.Next(r, "dispatch"), dispatch));
     GpuCombine combine = {.shape = shape,
                           .dtype = dtype,
                           .rows = outputs.data(),
                           .expert_ids = ids.data<int32_t>(),
                           .slots = slots.data<int32_t>(),
+                          .has_weights = true,
                           .weights = weights.data(),
                           .sums = sums.data(),
-                          .partials = partials.data()};
+                          .scratch = combine_scratch.data()};
     TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "combine"), combine));
+    combine.has_weights = false;
     combine.weights = nullptr;
     combine.sums = token_grads.data();
     TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "transpose"), combine));
@@ -78,7 +76,8 @@ struct OnGpu {
                            .weights = weights.data(),
                            .group_sizes = group_sizes.data<int32_t>(),
                            .row_grads = row_grads.data(),
-                           .weight_grads = weight_grads.data()});
+                           .weight_grads = weight_grads.data(),
+                           .scratch = nullptr});
   }
 
   void ExpectSame(const Rank& want) const {
@@ -97,7 +96,7 @@ struct OnGpu {
   DeviceArray tokens, weights, outputs, sum_grads, ids;
   DeviceArray rows, sums, token_grads, row_grads, weight_grads;
   DeviceArray group_sizes, wanted, slots;
-  DeviceArray counts, block_offsets, arrivals, partials;
+  DeviceArray dispatch_scratch, combine_scratch;
 };
 
 /// Work that a stream has before an exchange: so the others' streams, if they

@@ -127,7 +127,8 @@ class GpuRanks {
             .num_ranks = size(),
             .key = {.run_id = 1, .position = positions_[rank]++},
             .stream = streams_[rank],
-            .meeting = &meeting_};
+            .meeting = &meeting_,
+            .wiring = {}};
   }
 
   /// Runs every rank on a thread, its device current; returns by rank what it

@@ -40,6 +40,25 @@ struct Peers {
   T* of[kMaxRanks] = {};
 };
 
+/// Rows on their way between two ranks, one region a peer: the row of token t
+/// of the tokens' rank is row `index[peer, t]` of it, or row t if there is no
+/// index.
+struct Boxes {
+  Peers<uint8_t> of;
+  const int32_t* index = nullptr;  // s32[num_ranks, num_tokens]; -1: no row.
+  /// The regions are one: a row is written once, for all peers.
+  bool is_shared = false;
+};
+
+/// Rows [begin, end) of each peer's numbered box, as `Boxes::index` numbers
+/// them: what has come by now. With `is_first` also what needs none of them.
+struct Arrived {
+  bool is_all = true;
+  bool is_first = true;
+  int32_t begin[kMaxRanks] = {};
+  int32_t end[kMaxRanks] = {};
+};
+
 /// Tokens that one block of the plan and of the send kernels handles.
 int TokensPerBlock(const Shape& shape);
 int NumPlanBlocks(const Shape& shape);
@@ -81,18 +100,101 @@ cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
 cudaError_t LaunchExpand(const Shape& shape, const int32_t* arrivals,
                          uint8_t* rows, cudaStream_t stream);
 
+struct PositionsArgs {
+  Peers<const int32_t> counts;   // Each rank's, from its plan.
+  const int32_t* expert_ids;     // s32[num_tokens, top_k]
+  const int32_t* block_offsets;  // From this rank's plan.
+  int32_t* positions;            // As in `SendArgs`; written here.
+  int32_t* group_sizes;
+  int32_t* wanted;
+  // Copies of ids and positions for other ranks.
+  int32_t* posted_ids;
+  int32_t* posted_positions;
+};
+
+/// What `LaunchSend` decides, without any row moved.
+cudaError_t LaunchPositions(const Shape& shape, const PositionsArgs& args,
+                            cudaStream_t stream);
+
+/// Arrays of words that one launch copies.
+struct WordCopies {
+  static constexpr int kMax = 3 * kMaxRanks;
+  const int32_t* from[kMax] = {};
+  int32_t* to[kMax] = {};
+  int64_t num_words[kMax] = {};
+  int count = 0;
+
+  void Add(const void* source, void* target, int64_t words) {
+    from[count] = static_cast<const int32_t*>(source);
+    to[count] = static_cast<int32_t*>(target);
+    num_words[count++] = words;
+  }
+};
+
+cudaError_t LaunchWordCopies(const WordCopies& copies, cudaStream_t stream);
+
+struct NumberArgs {
+  // Each rank's tables, of which the tokens' ranks' are read.
+  Peers<const int32_t> expert_ids;
+  Peers<const int32_t> positions;
+  /// Whether this rank's tokens are numbered for each peer that has rows of
+  /// them, or each peer's tokens that have rows here.
+  bool is_outgoing = true;
+  int32_t* index;         // s32[num_ranks, num_tokens]: see `Boxes`.
+  int32_t* block_counts;  // Scratch, NumberScratchBytes(shape).
+  int32_t* totals;        // s32[num_ranks]
+};
+
+int64_t NumberScratchBytes(const Shape& shape);
+
+/// Numbers the tokens whose rows travel: by peer, then by token.
+cudaError_t LaunchNumber(const Shape& shape, const NumberArgs& args,
+                         cudaStream_t stream);
+
+struct PackArgs {
+  const uint8_t* tokens;
+  const int32_t* expert_ids;
+  const int32_t* positions;
+  const int32_t* group_sizes;  // Of this rank, for its padding.
+  uint8_t* rows;               // This rank's result.
+  Boxes outbox;
+  // What is done.
+  bool for_peers = true;
+  bool for_own = true;
+};
+
+/// Copies each token once into the box of each peer that has a row of it (for
+/// peers); copies it to its rows on this rank and zeroes this rank's padding
+/// rows (for its own).
+cudaError_t LaunchPack(const Shape& shape, const PackArgs& args,
+                       cudaStream_t stream);
+
+struct UnpackArgs {
+  Peers<const int32_t> expert_ids;
+  Peers<const int32_t> positions;
+  Boxes inbox;
+  Arrived arrived;  // Only these rows are copied.
+  uint8_t* rows;
+};
+
+/// Copies the peers' tokens out of their boxes to all their rows on this rank.
+cudaError_t LaunchUnpack(const Shape& shape, const UnpackArgs& args,
+                         cudaStream_t stream);
+
 struct CombineArgs {
   Peers<const int32_t> expert_ids;
   Peers<const int32_t> positions;
   /// [num_tokens, top_k] of each rank, float (double for kF64). Null: each row
   /// counts once, whatever choices share it (the transpose of dispatch).
   Peers<const void> weights;
-  const uint8_t* rows;      // This rank's experts' results.
-  Peers<uint8_t> partials;  // Each rank's [num_ranks, num_tokens, row].
-  uint8_t* out;             // [num_tokens, row]
+  const uint8_t* rows;  // This rank's experts' results.
+  Boxes outbox;         // For the peers' tokens; written by `LaunchPartial`.
+  Boxes inbox;          // For this rank's tokens; read by `LaunchSum`.
+  Arrived arrived;      // `LaunchSum`: tokens whose last row is one of these.
+  uint8_t* out;         // [num_tokens, row]
 };
 
-/// Writes this rank's share of every peer's tokens into that peer's `partials`.
+/// Writes this rank's share of every peer's tokens into that peer's box.
 cudaError_t LaunchPartial(const Shape& shape, DType dtype,
                           const CombineArgs& args, cudaStream_t stream);
 
@@ -104,17 +206,26 @@ cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
 struct CombineGradArgs {
   Peers<const int32_t> expert_ids;
   Peers<const int32_t> positions;
-  Peers<const void> weights;   // As in `CombineArgs`, not null.
-  const uint8_t* out_grad;     // [num_tokens, row], of this rank's tokens.
-  const uint8_t* rows;         // What combine summed on this rank.
-  Peers<uint8_t> row_grads;    // Each rank's result, as `rows`.
+  Peers<const void> weights;  // As in `CombineArgs`, not null.
+  const uint8_t* out_grad;    // [num_tokens, row], of this rank's tokens.
+  const uint8_t* rows;        // What combine summed on this rank.
+  Peers<uint8_t> row_grads;   // Each rank's result, as `rows`.
+  /// Whether `out_grad` travels through boxes, not straight into `row_grads`,
+  /// of which then only this rank's is used.
+  bool has_boxes = false;
+  Boxes outbox;
+  Boxes inbox;
   Peers<void> weight_grads;    // [num_tokens, top_k] of each rank.
   const int32_t* group_sizes;  // Of this rank, for its padding.
+  // What `LaunchGradSend` does.
+  bool for_peers = true;
+  bool for_own = true;
 };
 
-/// Sends `out_grad` to the first place of each token on each peer; finishes the
-/// slots that stay on this rank; zeroes this rank's padding and the weight
-/// gradients of slots that have no row.
+/// Sends `out_grad` to the first place of each token on each peer, or its box
+/// there (for peers);
+/// finishes the slots that stay on this rank, zeroes its padding and the weight
+/// gradients of slots that have no row (for its own).
 cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
                            const CombineGradArgs& args, cudaStream_t stream);
 
@@ -122,6 +233,18 @@ cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
 /// gradients written to the token's rank.
 cudaError_t LaunchGradExpand(const Shape& shape, DType dtype,
                              const CombineGradArgs& args, cudaStream_t stream);
+
+struct MergeArgs {
+  const int32_t* expert_ids;
+  const int32_t* positions;
+  /// What each peer found for this rank's tokens, [num_tokens, top_k].
+  Peers<const void> found;
+  void* weight_grads;  // [num_tokens, top_k]
+};
+
+/// Takes the weight gradients of slots whose rows are on peers from there.
+cudaError_t LaunchMerge(const Shape& shape, DType dtype, const MergeArgs& args,
+                        cudaStream_t stream);
 
 }  // namespace turbobus::moe::cuda
 

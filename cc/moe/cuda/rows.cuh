@@ -99,6 +99,33 @@ __device__ inline Slots ReadSlots(const Shape& shape, const int32_t* expert_ids,
   return MakeSlots(position, owner);
 }
 
+/// Where the row of `token` is in the box of `peer`. In a box with an index
+/// only rows that travel have a place.
+__device__ inline uint8_t* PlaceIn(const Boxes& boxes, const Shape& shape,
+                                   int peer, int64_t token) {
+  const int64_t row =
+      boxes.index != nullptr
+          ? boxes.index[static_cast<int64_t>(peer) * shape.num_tokens + token]
+          : token;
+  return boxes.of.of[peer] + row * shape.row_bytes;
+}
+
+/// The number of a row in a box that has an index.
+__device__ inline int NumberIn(const Boxes& boxes, const Shape& shape, int peer,
+                               int64_t token) {
+  return boxes.index[static_cast<int64_t>(peer) * shape.num_tokens + token];
+}
+
+/// Whether this lane's slot sends its token into a box, and not another's that
+/// stands for the same box. All lanes call together.
+__device__ inline bool IsBoxed(const Boxes& boxes, const Shape& shape,
+                               const Slots& slots) {
+  const bool is_first = slots.is_first && slots.owner != shape.rank;
+  if (!boxes.is_shared) return is_first;
+  const unsigned all = __ballot_sync(kAllLanes, is_first);
+  return is_first && __ffs(all) - 1 == Lane();
+}
+
 /// The index of the lowest set bit, which is cleared.
 __device__ inline int PopBit(unsigned& bits) {
   const int bit = __ffs(bits) - 1;

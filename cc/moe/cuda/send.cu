@@ -105,6 +105,24 @@ struct Bases {
   }
 };
 
+/// The row of slot `s` of this block at its expert's rank, or -1. `ids`: of the
+/// block's slots; `offsets`: by expert, the slots of blocks before.
+__device__ int RowOf(const Shape& shape, const Bases& bases, const int32_t* ids,
+                     const int32_t* offsets, int s) {
+  const int id = ids[s];
+  if (id < 0 || id >= shape.num_experts) return -1;
+  // Its token's place among all that chose the expert; choices of earlier
+  // tokens of this block count once each.
+  int index = bases.before[id] + offsets[id];
+  const int token_begin = s - s % shape.top_k;
+  for (int t = 0; t < token_begin; t += shape.top_k) {
+    bool has_chosen = false;
+    for (int j = 0; j < shape.top_k; ++j) has_chosen |= ids[t + j] == id;
+    index += has_chosen;
+  }
+  return index < bases.kept[id] ? bases.start[id] + index : -1;
+}
+
 template <typename Vec>
 __global__ void __launch_bounds__(kThreads)
     Send(const __grid_constant__ Shape shape,
@@ -146,19 +164,7 @@ __global__ void __launch_bounds__(kThreads)
       args.block_offsets + static_cast<int64_t>(blockIdx.x) * shape.num_experts;
   for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
     const int id = ids[s];
-    int row = -1;
-    if (id >= 0 && id < shape.num_experts) {
-      // Its token's place among all that chose the expert; choices of earlier
-      // tokens of this block count once each.
-      int index = bases.before[id] + offsets[id];
-      const int token_begin = s - s % shape.top_k;
-      for (int t = 0; t < token_begin; t += shape.top_k) {
-        bool has_chosen = false;
-        for (int j = 0; j < shape.top_k; ++j) has_chosen |= ids[t + j] == id;
-        index += has_chosen;
-      }
-      if (index < bases.kept[id]) row = bases.start[id] + index;
-    }
+    const int row = RowOf(shape, bases, ids, offsets, s);
     rows[s] = row;
     args.positions[first_slot + s] = row;
     if (!args.is_deduplicated) continue;
@@ -190,6 +196,43 @@ __global__ void __launch_bounds__(kThreads)
                   : nullptr;
     CopyRow<Vec>(args.tokens + (first_token + t) * shape.row_bytes, target,
                  __ballot_sync(kAllLanes, is_target), shape.row_bytes);
+  }
+}
+
+/// As `Send`, without rows. The last block only writes sizes.
+__global__ void __launch_bounds__(kThreads)
+    Positions(const __grid_constant__ Shape shape,
+              const __grid_constant__ PositionsArgs args,
+              int tokens_per_block) {
+  extern __shared__ int32_t shared[];
+  __shared__ int32_t ids[kMaxSlotsPerBlock];
+  Bases bases(shared, shape.num_experts);
+  bases.Make(shape, args.counts);
+  if (blockIdx.x == gridDim.x - 1) {
+    const int first_expert = shape.rank * shape.num_local_experts;
+    for (int e = threadIdx.x; e < shape.num_local_experts; e += blockDim.x) {
+      args.group_sizes[e] = bases.kept[first_expert + e];
+      args.wanted[e] = bases.wanted[first_expert + e];
+    }
+    return;
+  }
+  const int64_t first_token =
+      static_cast<int64_t>(blockIdx.x) * tokens_per_block;
+  const int num_tokens = static_cast<int>(min(
+      static_cast<int64_t>(tokens_per_block), shape.num_tokens - first_token));
+  const int num_slots = num_tokens * shape.top_k;
+  const int64_t first_slot = first_token * shape.top_k;
+  for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
+    ids[s] = args.expert_ids[first_slot + s];
+    args.posted_ids[first_slot + s] = ids[s];
+  }
+  __syncthreads();
+  const int32_t* offsets =
+      args.block_offsets + static_cast<int64_t>(blockIdx.x) * shape.num_experts;
+  for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
+    const int row = RowOf(shape, bases, ids, offsets, s);
+    args.positions[first_slot + s] = row;
+    args.posted_positions[first_slot + s] = row;
   }
 }
 
@@ -231,6 +274,15 @@ cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
             shape, args, TokensPerBlock(shape), num_send_blocks);
     return cudaGetLastError();
   });
+}
+
+cudaError_t LaunchPositions(const Shape& shape, const PositionsArgs& args,
+                            cudaStream_t stream) {
+  const size_t shared_bytes =
+      Bases::kNumTables * shape.num_experts * sizeof(int32_t);
+  Positions<<<NumPlanBlocks(shape) + 1, kThreads, shared_bytes, stream>>>(
+      shape, args, TokensPerBlock(shape));
+  return cudaGetLastError();
 }
 
 cudaError_t LaunchExpand(const Shape& shape, const int32_t* arrivals,

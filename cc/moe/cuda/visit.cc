@@ -1,13 +1,43 @@
 #include "moe/cuda/visit.h"
 
-#include <cstdint>
+#include <chrono>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "moe/cuda/events.h"
 
 namespace turbobus::moe::cuda {
+namespace {
+
+/// What a plan kernel takes is awaited awake; what came before it, asleep.
+constexpr std::chrono::microseconds kYieldFor{200};
+constexpr std::chrono::microseconds kSleep{20};
+
+}  // namespace
+
 Status Visit::Meet(std::vector<const void*> addresses) {
-  return Check(Try(std::move(addresses)));
+  std::vector<uint64_t> values;
+  values.reserve(addresses.size());
+  for (const void* address : addresses) {
+    values.push_back(reinterpret_cast<uint64_t>(address));
+  }
+  return MeetWith(std::move(values), nullptr);
+}
+
+Status Visit::MeetWith(std::vector<uint64_t> values,
+                       std::shared_ptr<void> keep) {
+  return Check(Try(std::move(values), std::move(keep)));
+}
+
+StatusOr<SharedEvent> Visit::Mark() {
+  auto event = EventPool::Process().Record(caller_.device, caller_.stream);
+  if (!event.ok()) return Check(event.status());
+  return event;
+}
+
+Status Visit::AwaitOnHost(const SharedEvent& mark) {
+  return Check(TryAwaitOnHost(mark));
 }
 
 Status Visit::Check(cudaError_t error, const char* what) {
@@ -24,16 +54,16 @@ BlockingMeeting::Rank Visit::Who() const {
       .op = caller_.op, .rank = caller_.rank, .num_ranks = caller_.num_ranks};
 }
 
-Status Visit::Try(std::vector<const void*> addresses) {
+Status Visit::Try(std::vector<uint64_t> values, std::shared_ptr<void> keep) {
+  const bool has_values = !values.empty();
   TB_ASSIGN_OR_RETURN(
       const SharedEvent event,
       EventPool::Process().Record(caller_.device, caller_.stream));
   BlockingMeeting::Record record;
-  for (const void* address : addresses) {
-    record.values.push_back(reinterpret_cast<uint64_t>(address));
-  }
+  record.values = std::move(values);
   record.values.push_back(reinterpret_cast<uint64_t>(event.get()));
-  record.keep = event;
+  record.keep = std::make_shared<std::pair<SharedEvent, std::shared_ptr<void>>>(
+      event, std::move(keep));
   TB_ASSIGN_OR_RETURN(
       BlockingMeeting::Records records,
       caller_.meeting->Meet(caller_.key, phase_++, Who(), std::move(record)));
@@ -45,8 +75,36 @@ Status Visit::Try(std::vector<const void*> addresses) {
         FromCuda(cudaStreamWaitEvent(caller_.stream, peer_event, 0),
                  "cudaStreamWaitEvent"));
   }
-  if (!addresses.empty()) records_ = std::move(records);
+  all_records_.push_back(records);
+  if (has_values) records_ = std::move(records);
   return OkStatus();
+}
+
+Status Visit::TryAwaitOnHost(const SharedEvent& mark) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  const auto limit = caller_.meeting->timeout();
+  while (true) {
+    const cudaError_t state = cudaEventQuery(mark.get());
+    if (state == cudaSuccess) return OkStatus();
+    (void)cudaGetLastError();
+    if (state != cudaErrorNotReady) {
+      return FromCuda(state, "the GPU's earlier work");
+    }
+    const auto waited = Clock::now() - start;
+    if (waited < kYieldFor) {
+      std::this_thread::yield();
+      continue;
+    }
+    TB_RETURN_IF_ERROR(caller_.meeting->Failure(caller_.key));
+    if (waited > limit) {
+      return DeadlineExceeded(
+          "GPU " + std::to_string(caller_.device) +
+          " did not get to it within " + std::to_string(limit.count()) +
+          " ms; JAX_TURBOBUS_EXCHANGE_TIMEOUT_S sets the limit");
+    }
+    std::this_thread::sleep_for(kSleep);
+  }
 }
 
 }  // namespace turbobus::moe::cuda

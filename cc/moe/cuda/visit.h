@@ -3,10 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/status.h"
 #include "moe/blocking_meeting.h"
+#include "moe/cuda/events.h"
 #include "moe/cuda/gpu_exchange.h"
 #include "moe/cuda/kernels.h"
 
@@ -23,6 +26,27 @@ class Visit {
   /// stream wait until it is done everywhere. `addresses` are swapped. Blocks
   /// until all ranks have come, or its time is over.
   Status Meet(std::vector<const void*> addresses = {});
+
+  /// The same with values of any meaning, and what has to live until the visits
+  /// of all ranks are over.
+  Status MeetWith(std::vector<uint64_t> values, std::shared_ptr<void> keep);
+
+  /// Value number `index` of a rank, from the last meeting that swapped some.
+  uint64_t Value(int rank, int index) const {
+    return (*records_)[rank].values[index];
+  }
+
+  /// What a rank recorded just before that meeting.
+  cudaEvent_t EventOf(int rank) const {
+    return reinterpret_cast<cudaEvent_t>((*records_)[rank].values.back());
+  }
+
+  /// An event here on the caller's stream.
+  StatusOr<SharedEvent> Mark();
+
+  /// Blocks until the GPU has come to `mark`, the call has failed elsewhere, or
+  /// its time is over.
+  Status AwaitOnHost(const SharedEvent& mark);
 
   /// Address number `index` of every rank.
   template <typename T>
@@ -42,11 +66,14 @@ class Visit {
 
  private:
   BlockingMeeting::Rank Who() const;
-  Status Try(std::vector<const void*> addresses);
+  Status Try(std::vector<uint64_t> values, std::shared_ptr<void> keep);
+  Status TryAwaitOnHost(const SharedEvent& mark);
 
   const Caller& caller_;
   int phase_ = 0;
   BlockingMeeting::Records records_;
+  // Of all meetings: what they keep is in use until the end.
+  std::vector<BlockingMeeting::Records> all_records_;
 };
 
 }  // namespace turbobus::moe::cuda

@@ -1,0 +1,88 @@
+#include "moe/cuda/rows.cuh"
+
+namespace turbobus::moe::cuda {
+namespace {
+
+/// Blocks that only zero padding, beside those that copy.
+constexpr int kPaddingBlocks = 32;
+
+template <typename Vec>
+__global__ void __launch_bounds__(kThreads)
+    PackRows(const __grid_constant__ Shape shape,
+             const __grid_constant__ PackArgs args, int num_copy_blocks) {
+  if (static_cast<int>(blockIdx.x) >= num_copy_blocks) {
+    const int block = static_cast<int>(blockIdx.x) - num_copy_blocks;
+    ZeroPadding<Vec>(
+        shape, args.group_sizes, args.rows,
+        static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
+        static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
+    return;
+  }
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const Slots slots = ReadSlots(shape, args.expert_ids, args.positions, token);
+  uint8_t* target = nullptr;
+  const bool is_boxed = IsBoxed(args.outbox, shape, slots);
+  if (args.for_peers && is_boxed) {
+    target = PlaceIn(args.outbox, shape, slots.owner, token);
+  } else if (args.for_own && slots.position >= 0 && slots.owner == shape.rank) {
+    target = args.rows + slots.position * shape.row_bytes;
+  }
+  const unsigned targets = __ballot_sync(kAllLanes, target != nullptr);
+  if (targets == 0) return;
+  CopyRow<Vec>(args.tokens + token * shape.row_bytes, target, targets,
+               shape.row_bytes);
+}
+
+template <typename Vec>
+__global__ void __launch_bounds__(kThreads)
+    UnpackRows(const __grid_constant__ Shape shape,
+               const __grid_constant__ UnpackArgs args) {
+  const int64_t token =
+      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+  if (token >= shape.num_tokens) return;
+  const int source = PeerOf(shape.rank, blockIdx.y);
+  if (!args.arrived.is_all) {
+    const int number = NumberIn(args.inbox, shape, source, token);
+    if (number < args.arrived.begin[source] ||
+        number >= args.arrived.end[source]) {
+      return;
+    }
+  }
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
+                                args.positions.of[source], token);
+  const unsigned here = slots.On(shape.rank);
+  if (here == 0) return;
+  uint8_t* target = slots.position >= 0
+                        ? args.rows + slots.position * shape.row_bytes
+                        : nullptr;
+  CopyRow<Vec>(PlaceIn(args.inbox, shape, source, token), target, here,
+               shape.row_bytes);
+}
+
+}  // namespace
+
+cudaError_t LaunchPack(const Shape& shape, const PackArgs& args,
+                       cudaStream_t stream) {
+  const int num_copy_blocks = NumBlocks(shape.num_tokens);
+  const int num_blocks = num_copy_blocks + (args.for_own ? kPaddingBlocks : 0);
+  if (num_blocks == 0) return cudaSuccess;
+  return ForVector(shape.row_bytes, [&](auto vec) {
+    PackRows<decltype(vec)>
+        <<<num_blocks, kThreads, 0, stream>>>(shape, args, num_copy_blocks);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchUnpack(const Shape& shape, const UnpackArgs& args,
+                         cudaStream_t stream) {
+  if (shape.num_ranks == 1 || shape.num_tokens == 0) return cudaSuccess;
+  const dim3 grid(NumBlocks(shape.num_tokens), shape.num_ranks - 1);
+  return ForVector(shape.row_bytes, [&](auto vec) {
+    UnpackRows<decltype(vec)><<<grid, kThreads, 0, stream>>>(shape, args);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace turbobus::moe::cuda

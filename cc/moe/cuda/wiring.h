@@ -1,0 +1,49 @@
+#ifndef TURBOBUS_MOE_CUDA_WIRING_H_
+#define TURBOBUS_MOE_CUDA_WIRING_H_
+
+#include <span>
+#include <vector>
+
+#include "moe/traffic.h"
+
+namespace turbobus::moe::cuda {
+
+/// How bytes get from one GPU to another.
+struct Path {
+  enum class Kind {
+    kPeer,   // Straight into the other's memory.
+    kHost,   // Through pinned host memory.
+    kRelay,  // Through the memory of a third GPU, which both reach.
+  };
+  Kind kind = Kind::kHost;
+  int relay = -1;  // CUDA ordinal, of kRelay.
+
+  friend bool operator==(const Path&, const Path&) = default;
+};
+
+/// Whether kernels of GPU `from` reach the memory of GPU `to`. Never if
+/// JAX_TURBOBUS_PEER_ACCESS is 0. Asks the driver once for each pair;
+/// thread-safe.
+bool CanReach(int from, int to);
+
+/// What connects the ranks of a call. The same on all of them.
+struct Wiring {
+  std::vector<int> devices;  // CUDA ordinals, by rank.
+  /// Every rank's kernels write into every other rank's memory: no boxes.
+  bool is_direct = true;
+  /// Without that: a dispatch puts every token into host memory once, for all.
+  bool is_broadcast = false;
+  /// Whether small batches may go by mail (packed_exchange.h).
+  bool has_mail = true;
+  /// Whether a third GPU may carry what host memory otherwise would.
+  bool has_relays = false;
+
+  /// Of `devices` under a schedule, by what the driver says.
+  static Wiring Of(std::vector<int> devices, Schedule schedule);
+
+  Path Between(int from_rank, int to_rank) const;
+};
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_WIRING_H_
