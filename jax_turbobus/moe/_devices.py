@@ -8,7 +8,14 @@ import numpy as np
 
 from jax_turbobus import _compat, _ffi
 
-__all__ = ["ranks_of", "sizes_of", "why_apart", "why_not_on_gpus"]
+__all__ = [
+    "ranks_of",
+    "sizes_of",
+    "why_apart",
+    "why_apart_on_gpus",
+    "why_not_on_gpus",
+    "why_through_host",
+]
 
 
 def _mesh(ctx: Any) -> Any:
@@ -49,24 +56,42 @@ def why_apart(ctx: Any, axes: tuple[Any, ...] | None) -> str | None:
     return f"its ranks are in {len(np.unique(processes))} processes"
 
 
-def why_not_on_gpus(ctx: Any) -> str | None:
-    """Returns why GPUs cannot write into each other's memory; None if they can.
+def why_apart_on_gpus(ctx: Any) -> str | None:
+    """Returns why GPUs cannot exchange by calls of ours; None if they can.
 
     Args:
       ctx: of a lowering inside `jax.shard_map`. If this process has no GPU the program
         is for another machine, which is taken to be able.
     """
     reason = why_apart(ctx, None)
-    if reason is not None or not _compat.has_cuda_devices():
-        return reason
+    if reason is None and _compat.has_cuda_devices() and _ffi.cuda() is None:
+        return "the CUDA half of jax_turbobus was not built: there was no nvcc"
+    return reason
+
+
+def why_through_host(ctx: Any) -> str | None:
+    """Returns why some GPUs exchange through host memory; None if none has to.
+
+    Args:
+      ctx: of a lowering that `why_apart_on_gpus` finds nothing against.
+    """
     library = _ffi.cuda()
     if library is None:
-        return "the CUDA half of jax_turbobus was not built: there was no nvcc"
+        return None
     gpus = sorted({d.local_hardware_id for d in _mesh(ctx).devices.flat})
     for gpu, peer in itertools.permutations(gpus, 2):
         if not library.can_access_peer(gpu, peer):
             return f"GPU {gpu} cannot reach the memory of GPU {peer}"
     return None
+
+
+def why_not_on_gpus(ctx: Any) -> str | None:
+    """Returns why GPUs cannot write into each other's memory; None if they can.
+
+    Args:
+      ctx: as for `why_apart_on_gpus`.
+    """
+    return why_apart_on_gpus(ctx) or why_through_host(ctx)
 
 
 def _by_group(x: Any, axis_names: tuple[Any, ...], axes: tuple[Any, ...]) -> Any:

@@ -62,7 +62,7 @@ batching.primitive_batchers[_finish_p] = _finish_batch
 
 
 def _lower_finish_gpu(ctx: Any, *operands: Any, num_results: int, axes: Any) -> Any:
-    if _devices.why_not_on_gpus(ctx) is not None:
+    if _devices.why_apart_on_gpus(ctx) is not None:
         return list(operands[:num_results])
     _ffi.register()
     # With a side effect, or XLA would leave it out where the results are not used,

@@ -71,9 +71,17 @@ def exchange_primitive(
         return lower_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        reason = _devices.why_not_on_gpus(ctx)
+        reason = _devices.why_apart_on_gpus(ctx)
         if reason is not None:
             return lower_to_collectives(name, ctx, operands, params, reason)
+        reason = _devices.why_through_host(ctx)
+        if reason is not None:
+            _log.info(
+                "%s over %s: packed, through host memory: %s",
+                name,
+                params["axis"],
+                reason,
+            )
         ranks = _devices.ranks_of(ctx, params["axes"])
         return lower_to_target(name, ctx, operands, params | ranks, not_attributes)
 
@@ -121,7 +129,7 @@ def start_primitive(
         return mlir.lower_fun(run)(ctx, *operands)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if _devices.why_not_on_gpus(ctx) is not None:
+        if _devices.why_apart_on_gpus(ctx) is not None:
             return lower_whole(ctx, *operands, **params)
         params = params | _devices.ranks_of(ctx, params["axes"])
         # XLA would take a slice that is an operand into one fusion with the call, which

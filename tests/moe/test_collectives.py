@@ -171,28 +171,32 @@ class Library:
         self.can_access_peer = can_access_peer
 
 
-@pytest.mark.parametrize(
-    ("library", "reason"),
-    [
-        (None, "was not built"),
-        (Library(lambda gpu, peer: gpu == 0), "GPU 1 cannot reach the memory of GPU 0"),
-        (Library(lambda gpu, peer: True), None),
-    ],
-)
-def test_gpus_need_the_library_and_each_others_memory(monkeypatch, library, reason):
+def lowered_for_gpus(monkeypatch, library):
     monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: True)
     monkeypatch.setattr(_devices._ffi, "cuda", lambda: library)
     layer = jax.jit(on_mesh(scaling_layer(E), make_mesh()))
-    lowered = layer.trace(*inputs()).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("turbobus_moe_combine" in lowered) == (reason is None)
-    if reason is not None:
-        assert "reduce_scatter" in lowered
+    return layer.trace(*inputs()).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_the_reason_of_gpus_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: True)
-    monkeypatch.setattr(_devices._ffi, "cuda", lambda: Library(lambda *_: False))
-    layer = jax.jit(on_mesh(scaling_layer(E), make_mesh()))
+def test_gpus_need_the_library(monkeypatch, caplog):
     with caplog.at_level("INFO", "jax_turbobus"):
-        layer.trace(*inputs()).lower(lowering_platforms=("cuda",))
-    assert "collectives: GPU 0 cannot reach the memory of GPU 1" in caplog.text
+        lowered = lowered_for_gpus(monkeypatch, None)
+    assert "turbobus_moe_combine" not in lowered
+    assert "reduce_scatter" in lowered
+    assert "collectives: the CUDA half of jax_turbobus was not built" in caplog.text
+
+
+def test_gpus_without_peer_access_exchange_through_host_memory(monkeypatch, caplog):
+    with caplog.at_level("INFO", "jax_turbobus"):
+        lowered = lowered_for_gpus(monkeypatch, Library(lambda gpu, peer: gpu == 0))
+    assert "turbobus_moe_combine" in lowered
+    assert "reduce_scatter" not in lowered
+    said = "combine over 'x': packed, through host memory: GPU 1 cannot reach the"
+    assert f"{said} memory of GPU 0" in caplog.text
+
+
+def test_gpus_with_peer_access_have_nothing_to_say(monkeypatch, caplog):
+    with caplog.at_level("INFO", "jax_turbobus"):
+        lowered = lowered_for_gpus(monkeypatch, Library(lambda *_: True))
+    assert "turbobus_moe_combine" in lowered
+    assert not caplog.text
