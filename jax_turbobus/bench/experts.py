@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_turbobus import moe
+from jax_turbobus import _compat, moe
 from jax_turbobus.bench import _options, peers, routing
 from jax_turbobus.bench._layer import Layer, ours
 from jax_turbobus.bench._report import Row, alternate
@@ -33,6 +33,7 @@ _NUM_CPU_DEVICES = 4
 _REEXECUTED = "JAX_TURBOBUS_BENCH_REEXECUTED"
 
 _OURS = "ours"
+_TOKENS = 4096
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 1 << 30
 _EVERYONE = {**peers.EXACT, **peers.DROPPING}
@@ -46,12 +47,17 @@ _GPU_BOUNDS = {
     (128, 4096, 64, 2): (1 / 1.5, 1 / 1.3),
 }
 _GPU_BACKWARD_BOUND = 1 / 1.8
+_RAGGED_BOUNDS = {"forward": 40, "forward + backward": 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes and what to compare with."""
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="in all, or on a rank with --per-rank"
+        "--tokens",
+        type=int,
+        default=None,
+        help=f"in all, or on a rank with --per-rank ({_TOKENS}; without it on GPUs: all"
+        " that is asked there)",
     )
     parser.add_argument("--per-rank", action="store_true", help="--tokens is a rank's")
     parser.add_argument("--hidden", type=int, default=1024, help="elements of a row")
@@ -75,10 +81,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each")
     parser.add_argument("--seed", type=int, default=0, help="of routing and values")
+    if _compat.has_cuda_devices():
+        from jax_turbobus.bench import experts_gpu
+
+        experts_gpu.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Checks and times all schemes.
+    """Checks and times all schemes; on GPUs, without sizes, all that is asked there.
+
+    Returns:
+      Rows as `compare` does, or those of `experts_gpu`.
+
+    Raises:
+      OptionError: sizes or names that do not fit; the message names the option.
+    """
+    if args.tokens is None and jax.default_backend() != "cpu":
+        # Imported here: it compares by `compare`.
+        from jax_turbobus.bench import experts_gpu
+
+        _options.check_whole("--rounds", args.rounds, 1, _MOST)
+        _options.check_whole("--shrink", args.shrink, 1, _MOST)
+        return experts_gpu.run(args)
+    if args.tokens is None:
+        args.tokens = _TOKENS
+    args.devices = _devices()
+    args.prefix = ""
+    return compare(args)
+
+
+def compare(args: argparse.Namespace) -> list[Row]:
+    """Checks and times all schemes at one size.
+
+    Args:
+      args: options, and ``devices``, and a ``prefix`` of the rows' names.
 
     Returns:
       Rows of times against each peer, of the bounds against the best exact one, and
@@ -87,7 +123,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     Raises:
       OptionError: sizes or names that do not fit; the message names the option.
     """
-    devices = _devices()
+    devices = args.devices
     num_ranks = len(devices)
     _check_options(args, num_ranks)
     shape = ExchangeShape(
@@ -105,7 +141,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         case = peers.Case(shape=shape, recv_capacity=capacity)
         mesh = Mesh(np.array(devices), (case.axis_name,))
         layer = Layer.make(case, mesh, expert_ids, args.seed)
-        name = _name(case, slack, args.route)
+        name = args.prefix + _name(case, slack, args.route)
         schemes = _runnable(layer, _chosen(args.only))
         mine = ours(args.schedule)
         rows += _check(layer, name, {_OURS: mine} | schemes)
@@ -298,7 +334,9 @@ def _race(
                     own * 1e3,
                     peer=other * 1e3,
                     peer_name=peer_name,
-                    required="< 1" if must_beat and is_cpu else None,
+                    required="< 1"
+                    if must_beat and is_cpu
+                    else _ragged_bound(peer_name, layer.case, slack, metric),
                 )
             )
         exact = {n: pair for n, pair in pairs.items() if n in peers.EXACT}
@@ -343,6 +381,16 @@ def _bound(
         return f"<= {_GPU_BACKWARD_BOUND:.4g}"
     without_peer_access = os.environ.get("JAX_TURBOBUS_PEER_ACCESS") == "0"
     return f"<= {by_access[without_peer_access]:.4g}"
+
+
+def _ragged_bound(
+    peer_name: str, case: peers.Case, slack: str, metric: str
+) -> str | None:
+    """Returns what is required against XLA's own ragged exchange on GPUs."""
+    is_large = case.shape.tokens_per_rank >= _TOKENS
+    if peer_name != "ragged_all_to_all" or _label(slack) != "1.25x" or not is_large:
+        return None
+    return f"<= {1 / _RAGGED_BOUNDS[metric]:.4g}"
 
 
 def _bytes(

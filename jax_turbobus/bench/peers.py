@@ -35,12 +35,21 @@ class Case:
       recv_capacity: rows that a rank can receive, the same for every exact scheme.
       capacity_factor: of the schemes with a capacity per expert.
       axis_name: the mesh axis of the experts.
+      experts: ``experts(rows, expert, scale)``, what they do in exact schemes; by
+        default `scale_rows`.
     """
 
     shape: ExchangeShape
     recv_capacity: int
     capacity_factor: float = 1.25
     axis_name: str = "expert"
+    experts: Callable[..., jax.Array] | None = None
+
+    def run_experts(
+        self, rows: jax.Array, expert: jax.Array, scale: jax.Array
+    ) -> jax.Array:
+        """Returns what the experts make of rows that lie in any order."""
+        return (self.experts or scale_rows)(rows, expert, scale)
 
 
 Peer = Callable[[Case, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -181,7 +190,7 @@ def allgather_filter(
     expert = jnp.where((mine >= 0) & (mine < local), mine, local).reshape(-1)
     kept = jnp.argsort(expert, stable=True)[: case.recv_capacity]
     token, expert = kept // k, expert[kept]
-    rows = scale_rows(everyone[token], expert, scale).astype(jnp.float32)
+    rows = case.run_experts(everyone[token], expert, scale).astype(jnp.float32)
     rows = rows * gates.reshape(-1)[kept][:, None]
     total = jnp.zeros(everyone.shape, jnp.float32).at[token].add(rows)
     home: jax.Array = lax.psum_scatter(
@@ -237,11 +246,11 @@ def _sort_pairs(case: Case, expert_ids: jax.Array) -> _Sorted:
 
 
 def _run_sorted_experts(
-    rows: jax.Array, expert: jax.Array, scale: jax.Array
+    case: Case, rows: jax.Array, expert: jax.Array, scale: jax.Array
 ) -> jax.Array:
     """Returns scaled rows; in between in expert order, as grouped matmuls want."""
     order = jnp.argsort(expert, stable=True)
-    y = scale_rows(rows[order], expert[order], scale)
+    y = case.run_experts(rows[order], expert[order], scale)
     return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
 
 
@@ -278,7 +287,7 @@ def ragged(exchange: Callable[..., jax.Array]) -> Peer:
             received,
             axis_name=case.axis_name,
         )
-        y = _run_sorted_experts(rows, s.arriving, scale)
+        y = _run_sorted_experts(case, rows, s.arriving, scale)
         after = jnp.cumsum(s.pair_counts, axis=1) - s.pair_counts
         back = exchange(
             y,
@@ -320,7 +329,7 @@ def padded_all_to_all(
     within = row - (end - received)[jnp.minimum(source, r - 1)]
     compact = jnp.where(source < r, source * most + within, r * most)
     rows = arrived.at[compact].get(mode="fill", fill_value=0)
-    y = _run_sorted_experts(rows, s.arriving, scale)
+    y = _run_sorted_experts(case, rows, s.arriving, scale)
     spread = jnp.zeros_like(padded).at[compact].set(y, mode="drop")
     return _back_home(_all_to_all(spread, case)[place], s.order, weights)
 
@@ -359,7 +368,7 @@ def one_copy_padded(
     expert = jnp.where((mine >= 0) & (mine < local), mine, local).reshape(-1)
     kept = jnp.argsort(expert, stable=True)[: case.recv_capacity]
     copy, expert = kept // k, expert[kept]
-    y = scale_rows(rows[copy], expert, scale).astype(jnp.float32)
+    y = case.run_experts(rows[copy], expert, scale).astype(jnp.float32)
     y = y * gates.reshape(-1)[kept][:, None]
     sums = jnp.zeros((r * t, shape.hidden), jnp.float32).at[copy].add(y)
     back = _all_to_all(sums.astype(tokens.dtype), case)

@@ -1,0 +1,113 @@
+"""How fast bytes travel: every row goes to another rank, and nothing else happens."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_turbobus import moe
+from jax_turbobus.bench._report import Row
+from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup, kernel_seconds
+
+__all__ = ["links"]
+
+_ROWS, _HIDDEN = 16384, 4096
+# A program of so many exchanges, less one of a single one, is what they take.
+_REPEATS = 9
+
+
+def _swap(setup: Setup) -> Callable[[jax.Array, int], jax.Array]:
+    """Returns a function that sends all rows to the next rank, some times over."""
+
+    def run(tokens: jax.Array, repeats: int) -> jax.Array:
+        num_tokens = tokens.shape[0]
+        other = (lax.axis_index(AXIS) + 1) % setup.num_ranks
+        ids = jnp.full((num_tokens, 1), other, jnp.int32)
+        weights = jnp.ones((num_tokens, 1), jnp.float32)
+        for _ in range(repeats):
+            tokens, _, _ = moe.dispatch(
+                tokens,
+                ids,
+                weights,
+                num_experts=setup.num_ranks,
+                axis_name=AXIS,
+                recv_capacity=num_tokens,
+            )
+        return tokens
+
+    return run
+
+
+def _nccl(setup: Setup) -> Callable[[jax.Array, int], jax.Array]:
+    """Returns the same through XLA's all-to-all, whose blocks hold the same bytes."""
+    num_ranks = setup.num_ranks
+
+    def run(tokens: jax.Array, repeats: int) -> jax.Array:
+        for _ in range(repeats):
+            # A rank keeps one block of `num_ranks`: so that `tokens` are sent, there
+            # must be more of them.
+            blocks = jnp.tile(tokens, (num_ranks, 1)) if num_ranks == 2 else tokens
+            swapped = lax.all_to_all(blocks, AXIS, 0, 0, tiled=True)
+            tokens = lax.dynamic_slice_in_dim(
+                swapped,
+                (lax.axis_index(AXIS) + 1) % num_ranks * tokens.shape[0],
+                tokens.shape[0],
+            )
+        return tokens
+
+    return run
+
+
+def links(setup: Setup) -> Iterator[Row]:
+    """Yields GB/s that a GPU sends while all do: ours, and NCCL's of the same bytes."""
+    num_rows, hidden = setup.small(_ROWS), max(_HIDDEN // setup.shrink, 64)
+    tokens = setup.normal((setup.num_ranks * num_rows, hidden), jnp.bfloat16, 0)
+    size_bytes = num_rows * hidden * 2
+    case = f"{setup.access}: {num_rows} rows of {hidden * 2} bytes to the next rank"
+
+    def seconds(scheme: Callable[[jax.Array, int], jax.Array]) -> tuple[float, Any]:
+        one, many = (
+            setup.on_mesh(lambda x, n=n: scheme(x, n), 1) for n in (1, 1 + _REPEATS)
+        )
+        np.testing.assert_array_equal(
+            np.asarray(one(tokens).astype(jnp.float32)),
+            np.roll(
+                np.asarray(tokens.astype(jnp.float32)).reshape(
+                    setup.num_ranks, num_rows, hidden
+                ),
+                1,
+                axis=0,
+            ).reshape(-1, hidden),
+        )
+        times = setup.times({"one": lambda: one(tokens), "many": lambda: many(tokens)})
+        return max(times["many"] - times["one"], 1e-9) / _REPEATS, one
+
+    own, one = seconds(_swap(setup))
+    rate = size_bytes / own / 1e9
+    if setup.has_peers:
+        yield Row.make(case, "the whole dispatch, GB/s sent", rate, required=">= 300")
+        kernels = kernel_seconds(lambda: one(tokens))
+        total = sum(kernels.values())
+        for name, spent in sorted(kernels.items(), key=lambda item: -item[1]):
+            if spent > total / 100:
+                label = name.split("(")[0].split("::")[-1].split("<")[0]
+                yield Row.make(case, f"kernel {label}, us", spent * 1e6)
+        sending = [spent for name, spent in kernels.items() if "Send<" in name]
+        if sending:
+            figure = size_bytes / max(sending) / 1e9
+            yield Row.make(case, "send kernel, GB/s sent", figure, required=">= 340")
+    if setup.num_ranks == 2:
+        theirs, _ = seconds(_nccl(setup))
+        yield Row.make(
+            case,
+            "GB/s sent, both ways at once",
+            rate,
+            peer=size_bytes / theirs / 1e9,
+            peer_name="lax.all_to_all",
+            required=None if setup.has_peers else ">= 1.9",
+        )
+    if not setup.has_peers:
+        yield Row.make(case, "of 44 GB/s, 80 % of the link", rate / 44)

@@ -1,0 +1,53 @@
+"""The table for GPUs runs tiny on CPU devices, every case of it."""
+
+import argparse
+
+import jax
+import pytest
+
+from jax_turbobus.bench import experts_gpu
+from jax_turbobus.bench.experts_gpu import layers
+from jax_turbobus.bench.experts_gpu._setup import Setup, kernel_seconds
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+@pytest.mark.parametrize(
+    "case", [name for name in experts_gpu.CASES if name != "layers"]
+)
+def test_every_case_runs_and_is_exact(case, has_peers):
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=256, has_peers=has_peers)
+    rows = list(experts_gpu.CASES[case](setup))
+    assert rows
+    wrong = [
+        row
+        for row in rows
+        if row.failed and ("error" in row.metric or "off from" in row.metric)
+    ]
+    assert not wrong
+    assert all(row.ours >= 0 or "share" in row.metric for row in rows)
+
+
+def test_the_layers_are_compared_with_every_peer(monkeypatch):
+    monkeypatch.setattr(layers, "SIZES", layers.SIZES[2:])
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=512, has_peers=True)
+    rows = list(experts_gpu.CASES["layers"](setup))
+    compared = {row.peer_name for row in rows if row.metric.startswith("forward, ms")}
+    assert {"allgather_filter", "padded_all_to_all", "one_copy_padded"} <= compared
+    errors = [row for row in rows if "largest error" in row.metric and row.required]
+    assert len(errors) == 2 * 4
+    assert not any(row.failed for row in errors)
+
+
+def test_a_case_that_fails_is_a_row(monkeypatch):
+    def fail(setup):
+        raise RuntimeError("no")
+        yield setup
+
+    monkeypatch.setitem(experts_gpu.CASES, "links", fail)
+    args = argparse.Namespace(cases=["links"], access="peer", rounds=1, shrink=64)
+    (row,) = experts_gpu.run(args)
+    assert row.failed
+
+
+def test_there_are_no_kernels_on_a_cpu():
+    assert kernel_seconds(lambda: jax.numpy.ones(8), calls=1) == {}
