@@ -68,8 +68,6 @@ Status CudaStreams::PrepareGpu(int gpu) {
   TB_CUDA_RETURN_IF_ERROR(cudaSetDevice(gpu));
   TB_CUDA_RETURN_IF_ERROR(LoadKernels());
   TB_ASSIGN_OR_RETURN(void* const words, AllocateDevice(gpu, kWordsBytes));
-  TB_CUDA_RETURN_IF_ERROR(
-      cudaMemset(words, 0, static_cast<size_t>(kWordsBytes)));
   next_word_[gpu] = reinterpret_cast<uint64_t>(words);
   // Some virtual GPUs do not offer waits on memory.
   if (Driver::Get().stream_batch_mem_op == nullptr) {
@@ -77,6 +75,10 @@ Status CudaStreams::PrepareGpu(int gpu) {
     return OkStatus();
   }
   TB_ASSIGN_OR_RETURN(const Stream stream, CreateStream(gpu));
+  // On the stream that first waits for a word: zeroed between its write and its
+  // wait, a word is waited for without end.
+  TB_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(
+      words, 0, static_cast<size_t>(kWordsBytes), ToStream(stream)));
   if (!YieldByWord(stream).ok() ||
       cudaStreamSynchronize(ToStream(stream)) != cudaSuccess) {
     (void)cudaGetLastError();
