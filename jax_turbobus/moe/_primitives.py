@@ -82,8 +82,7 @@ def exchange_primitive(
                 params["axis"],
                 reason,
             )
-        ranks = _devices.ranks_of(ctx, params["axes"])
-        return lower_to_target(name, ctx, operands, params | ranks, not_attributes)
+        return _lower_data_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_anywhere(ctx: Any, *operands: Any, **params: Any) -> Any:
         return lower_to_collectives(
@@ -131,12 +130,12 @@ def start_primitive(
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         if _devices.why_apart_on_gpus(ctx) is not None:
             return lower_whole(ctx, *operands, **params)
-        params = params | _devices.ranks_of(ctx, params["axes"])
         # XLA would take a slice that is an operand into one fusion with the call, which
         # then reads an array that nobody keeps until the exchange is finished.
         operands = tuple(_in_flight.barrier(operands))
-        results = lower_to_target(name, ctx, operands, params, not_attributes)
-        return _in_flight.barrier(results)
+        return _in_flight.barrier(
+            _lower_data_to_target(name, ctx, operands, params, not_attributes)
+        )
 
     primitive = _new_primitive(name, out_avals)
     mlir.register_lowering(primitive, lower_whole)
@@ -224,6 +223,20 @@ def lower_to_target(
     attributes = {k: v for k, v in params.items() if k not in unused}
     rule = jax.ffi.ffi_lowering(f"turbobus_moe_{name}")
     return rule(ctx, *operands, **attributes)
+
+
+def _lower_data_to_target(
+    name: str,
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    not_attributes: Sequence[str],
+) -> Any:
+    """Returns the IR values of a GPU's call, which knows ranks without operands."""
+    params = params | _devices.ranks_of(ctx, params["axes"])
+    data = operands[NUM_MEETING_OPERANDS:]
+    ctx = ctx.replace(avals_in=ctx.avals_in[NUM_MEETING_OPERANDS:])
+    return lower_to_target(name, ctx, data, params, not_attributes)
 
 
 _new_key_p = Primitive("turbobus_moe_key")

@@ -119,11 +119,13 @@ def order_between(hlo, after):
 
 
 def test_one_chunk_is_two_whole_exchanges(cuda):
-    assert order(compiled(cuda, layer(num_chunks=1))) == [
-        "dispatch",
-        "experts",
-        "combine",
-    ]
+    hlo = compiled(cuda, layer(num_chunks=1))
+    assert order(hlo) == ["dispatch", "experts", "combine"]
+    # No kernels for keys and ranks, which GPUs know without.
+    assert "partition-id" not in hlo
+    (call,) = hlo.calls("turbobus_moe_dispatch")
+    operands = re.search(r"custom-call\(([^)]*)\)", call)[1].split(", ")
+    assert len(operands) == 2
 
 
 @pytest.mark.parametrize("depth", [None, 3])

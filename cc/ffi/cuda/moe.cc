@@ -9,9 +9,9 @@
 #include "ffi/error.h"
 #include "moe/cuda/side_streams.h"
 
-// The exchange handlers for GPUs: the operands of those for CPU devices, and
-// attributes that say where the ranks are. The operands `keys` and `rank` are
-// there for CPU devices only: reading them here would make the host wait.
+// The exchange handlers for GPUs: the data of those for CPU devices, and
+// attributes that say where the ranks are. There are no keys, and the rank is
+// no operand: reading it would make the host wait, and making it costs kernels.
 //
 // Each handler is there twice: on the program's stream, and as a *start* on a
 // stream of ours, whose operands and results nobody may touch before
@@ -85,8 +85,8 @@ Error Run(const FromXla& xla, const std::vector<AnyBuffer>& results,
 template <Way kWay>
 Error Dispatch(cudaStream_t stream, int32_t device, RunId run_id,
                xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
-               AnyBuffer, AnyBuffer, AnyBuffer tokens, AnyBuffer expert_ids,
-               Result rows, Result group_sizes, Result wanted, Result slots) {
+               AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
+               Result group_sizes, Result wanted, Result slots) {
   return Run<kWay>({stream, device, run_id, &scratch},
                    {*rows, *group_sizes, *wanted, *slots},
                    [&](const GpuContext& context) {
@@ -98,8 +98,8 @@ Error Dispatch(cudaStream_t stream, int32_t device, RunId run_id,
 template <Way kWay>
 Error Combine(cudaStream_t stream, int32_t device, RunId run_id,
               xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
-              AnyBuffer, AnyBuffer, AnyBuffer rows, AnyBuffer expert_ids,
-              AnyBuffer slots, AnyBuffer weights, Result sums) {
+              AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
+              AnyBuffer weights, Result sums) {
   return Run<kWay>({stream, device, run_id, &scratch}, {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
@@ -110,8 +110,8 @@ Error Combine(cudaStream_t stream, int32_t device, RunId run_id,
 template <Way kWay>
 Error DispatchGrad(cudaStream_t stream, int32_t device, RunId run_id,
                    xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
-                   AnyBuffer, AnyBuffer, AnyBuffer rows, AnyBuffer expert_ids,
-                   AnyBuffer slots, Result sums) {
+                   AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
+                   Result sums) {
   return Run<kWay>({stream, device, run_id, &scratch}, {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
@@ -122,10 +122,9 @@ Error DispatchGrad(cudaStream_t stream, int32_t device, RunId run_id,
 template <Way kWay>
 Error CombineGrad(cudaStream_t stream, int32_t device, RunId run_id,
                   xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
-                  AnyBuffer, AnyBuffer, AnyBuffer sum_grads, AnyBuffer rows,
-                  AnyBuffer expert_ids, AnyBuffer slots, AnyBuffer weights,
-                  AnyBuffer group_sizes, Result row_grads,
-                  Result weight_grads) {
+                  AnyBuffer sum_grads, AnyBuffer rows, AnyBuffer expert_ids,
+                  AnyBuffer slots, AnyBuffer weights, AnyBuffer group_sizes,
+                  Result row_grads, Result weight_grads) {
   return Run<kWay>({stream, device, run_id, &scratch},
                    {*row_grads, *weight_grads}, [&](const GpuContext& context) {
                      return CombineGradOnGpu(
@@ -163,9 +162,7 @@ Error Finish(cudaStream_t stream, int32_t device, RunId run_id,
       .Ctx<xla::ffi::DeviceOrdinal>()                \
       .Ctx<RunId>()                                  \
       .Ctx<xla::ffi::ScratchAllocator>()             \
-      .Attrs<GpuExchange>()                          \
-      .Arg<AnyBuffer>() /* keys */                   \
-      .Arg<AnyBuffer>() /* rank */
+      .Attrs<GpuExchange>()
 #define TB_DEFINE_BOTH(name, handler, binding)                     \
   XLA_FFI_DEFINE_HANDLER(k##name, handler<Way::kInline>, binding); \
   XLA_FFI_DEFINE_HANDLER(k##name##Start, handler<Way::kStart>, binding)
