@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "moe/cuda/rows.cuh"
 
 namespace turbobus::moe::cuda {
@@ -22,12 +24,16 @@ __device__ void AddRows(const Shape& shape, const uint8_t* rows,
   }
 }
 
-/// The vectors of a row, for a whole warp: those past the end are -1, so that
-/// all lanes take part in the shuffles.
+/// The vectors of a row, or of the grid's z-th part of it, for a whole warp:
+/// those past the end are -1, so that all lanes take part in the shuffles.
 template <typename Body>
 __device__ void ForVectors(int64_t num_vecs, Body body) {
-  for (int64_t base = 0; base < num_vecs; base += kWarpSize) {
-    const int64_t vec = base + Lane();
+  const int64_t num_steps = (num_vecs + kWarpSize - 1) / kWarpSize;
+  const int64_t per_part = (num_steps + gridDim.z - 1) / gridDim.z;
+  const int64_t begin = blockIdx.z * per_part;
+  const int64_t end = min(begin + per_part, num_steps);
+  for (int64_t step = begin; step < end; ++step) {
+    const int64_t vec = step * kWarpSize + Lane();
     body(vec < num_vecs ? vec : -1);
   }
 }
@@ -261,6 +267,19 @@ dim3 PeerGrid(const Shape& shape) {
           static_cast<unsigned>(shape.num_ranks - 1), 1};
 }
 
+/// Parts of a row, each for a warp of its own, where whole rows would leave
+/// most of the GPU idle: a few tokens take as long as one row's memory
+/// latencies.
+template <typename Pack>
+unsigned NumParts(const Shape& shape) {
+  constexpr int64_t kEnoughWarps = 2048;
+  const int64_t num_steps =
+      shape.row_bytes / static_cast<int64_t>(sizeof(Pack) * kWarpSize);
+  const int64_t wanted = kEnoughWarps / std::max(shape.num_tokens, 1);
+  return static_cast<unsigned>(
+      std::clamp<int64_t>(wanted, 1, std::max<int64_t>(num_steps, 1)));
+}
+
 bool HasPeerTokens(const Shape& shape) {
   return shape.num_ranks > 1 && shape.num_tokens > 0;
 }
@@ -271,8 +290,9 @@ cudaError_t LaunchPartial(const Shape& shape, DType dtype,
                           const CombineArgs& args, cudaStream_t stream) {
   if (!HasPeerTokens(shape)) return cudaSuccess;
   return ForPack(dtype, shape.row_bytes, [&](auto pack) {
-    Partial<decltype(pack)>
-        <<<PeerGrid(shape), kThreads, 0, stream>>>(shape, args);
+    dim3 grid = PeerGrid(shape);
+    grid.z = NumParts<decltype(pack)>(shape);
+    Partial<decltype(pack)><<<grid, kThreads, 0, stream>>>(shape, args);
     return cudaGetLastError();
   });
 }
@@ -281,8 +301,9 @@ cudaError_t LaunchSum(const Shape& shape, DType dtype, const CombineArgs& args,
                       cudaStream_t stream) {
   if (shape.num_tokens == 0) return cudaSuccess;
   return ForPack(dtype, shape.row_bytes, [&](auto pack) {
-    Sum<decltype(pack)>
-        <<<NumBlocks(shape.num_tokens), kThreads, 0, stream>>>(shape, args);
+    const dim3 grid(NumBlocks(shape.num_tokens), 1,
+                    NumParts<decltype(pack)>(shape));
+    Sum<decltype(pack)><<<grid, kThreads, 0, stream>>>(shape, args);
     return cudaGetLastError();
   });
 }
