@@ -25,6 +25,7 @@ TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 # Targets that the core, for CPU devices, has not.
 CUDA_ONLY = [
     "turbobus_moe_finish",
+    "turbobus_ragged_all_to_all_onto_zeros",
     *(
         f"turbobus_moe_{name}_start"
         for name in ("dispatch", "dispatch_grad", "combine", "combine_grad")

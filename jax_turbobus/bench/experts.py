@@ -26,7 +26,7 @@ from jax_turbobus.bench._report import Row, alternate
 from jax_turbobus.moe._routing import SCHEDULES
 from jax_turbobus.moe._traffic import ExchangeShape
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "bench_devices", "run"]
 
 # On CPU devices the comparison is that of four ranks.
 _NUM_CPU_DEVICES = 4
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         return experts_gpu.run(args)
     if args.tokens is None:
         args.tokens = _TOKENS
-    args.devices = _devices()
+    args.devices = bench_devices()
     args.prefix = ""
     return compare(args)
 
@@ -195,7 +195,7 @@ def _schedule_of(layer: Layer, scheme: peers.Peer) -> str:
     return taken[0] if taken else "packed"
 
 
-def _devices() -> list[jax.Device]:
+def bench_devices() -> list[jax.Device]:
     """Returns the devices to compare on; on CPU, four of them.
 
     A process that has fewer CPU devices starts itself again with four.

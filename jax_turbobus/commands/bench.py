@@ -13,6 +13,7 @@ SUITES: dict[str, str] = {
     "experts": "expert exchange against what JAX users write today",
     "offload": "host transfers against JAX's own",
     "placement": "experts where links are free, against experts in order (modelled)",
+    "ragged": "ragged_all_to_all against JAX's, and against a dense all-to-all",
     "sched": "decisions a second of the scheduler, and what its policy gains",
 }
 

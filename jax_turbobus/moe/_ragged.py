@@ -48,8 +48,9 @@ def ragged_all_to_all(
     one of the later source rank (then the later slice) wins; an operand row sent to
     several places gets the sum of their cotangents, an overwritten one none; `vmap`
     takes any mixture of batched and shared arguments; sizes that do not fit are an
-    error on all ranks that names rank and slice (on CPU devices), never a write out of
-    bounds.
+    error on all ranks that names rank and slice, never a write out of bounds. GPUs find
+    that out when they run: there such a slice moves no row, and a later call of the
+    process raises the error.
 
     Args:
       operand: ``[operand_rows, ...]``, any dtype.

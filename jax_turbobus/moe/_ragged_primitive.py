@@ -10,6 +10,7 @@ they lie.
 import functools
 import logging
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 
 from jax_turbobus import _compat, _ffi
@@ -308,14 +310,40 @@ def _exchange_gpu(
     table: jax.Array,
     *,
     ranks: dict[str, np.ndarray],
+    is_onto_zeros: bool,
     **params: Any,
 ) -> jax.Array:
-    call = jax.ffi.ffi_call(
-        _TARGET,
-        jax.ShapeDtypeStruct(output.shape, output.dtype),
-        input_output_aliases={2: 0},
-    )
-    return call(table, operand, output, axis=_label(params["axes"]), **ranks)
+    axis = _label(params["axes"])
+    result = jax.ShapeDtypeStruct(output.shape, output.dtype)
+    if is_onto_zeros:
+        onto_zeros = jax.ffi.ffi_call(f"{_TARGET}_onto_zeros", result)
+        return onto_zeros(table, operand, axis=axis, **ranks)
+    call = jax.ffi.ffi_call(_TARGET, result, input_output_aliases={2: 0})
+    return call(table, operand, output, axis=axis, **ranks)
+
+
+# A splat of zero of any dtype. Minus zero is none.
+_ZERO = re.compile(r"dense<(0|false|0\.0+e\+00|\(0\.0+e\+00,0\.0+e\+00\))> :")
+
+
+def _is_zeros(value: Any) -> bool:
+    """Returns whether an IR value is known to be zeros, as `jnp.zeros` makes them.
+
+    Most callers pass such an `output`. The handler zeroes what does not arrive, so that
+    nobody writes rows twice.
+    """
+    op = value.owner
+    while getattr(op, "name", "") in (
+        "stablehlo.broadcast_in_dim",
+        "stablehlo.reshape",
+    ):
+        op = op.operands[0].owner
+    if getattr(op, "name", "") != "stablehlo.constant":
+        return False
+    constant = op.attributes["value"]
+    if not isinstance(constant, ir.DenseElementsAttr) or not constant.is_splat:
+        return False
+    return _ZERO.match(str(constant)) is not None
 
 
 def _collect_gpu(
@@ -368,8 +396,10 @@ def _lower_gpu(primitive: Primitive, ours: Any, anywhere: Any) -> None:
         num_slices = ctx.avals_in[-1].shape[-1]
         reason = _why_not_on_gpus(ctx, num_slices, sizes, groups)
         if reason is None:
-            ranks = _gpu_ranks(ctx, axes, groups)
-            function = functools.partial(ours, ranks=ranks)
+            options: dict[str, Any] = {"ranks": _gpu_ranks(ctx, axes, groups)}
+            if primitive is _exchange_p:
+                options["is_onto_zeros"] = _is_zeros(operands[1])
+            function = functools.partial(ours, **options)
         else:
             _log.info(
                 "%s over %s: plain JAX collectives: %s",
@@ -382,7 +412,8 @@ def _lower_gpu(primitive: Primitive, ours: Any, anywhere: Any) -> None:
         with _compat.bound_axes(axes, sizes):
             return rule(ctx, *operands, **params)
 
-    mlir.register_lowering(primitive, lowering, platform="cuda")
+    # A cached lowering would not see where its operands come from.
+    mlir.register_lowering(primitive, lowering, platform="cuda", cacheable=False)
 
 
 def _lower(primitive: Primitive, function: Any, platform: str | None) -> None:

@@ -284,8 +284,7 @@ def test_a_slice_that_does_not_fit_is_told_of_by_a_later_call():
 
 
 CODE = """
-import logging; logging.basicConfig(level=logging.INFO)
-import sys; sys.stderr = sys.stdout
+import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import test_gpu_ragged as t
 t.test_every_row_and_every_gradient()
 """

@@ -188,3 +188,21 @@ def test_volume_is_what_exchanges_count(schedule):
     )[schedule]
     np.testing.assert_array_equal(counted["dispatch"].pair_bytes, expected.dispatch)
     np.testing.assert_array_equal(counted["combine"].pair_bytes, expected.combine)
+
+
+def test_bench_ragged_runs_where_jax_has_no_peer(tmp_path, capsys):
+    path = tmp_path / "ragged.json"
+    arguments = ["--mib", "0.25", "--tokens", "16", "--hidden", "64", "--experts", "8"]
+    main(["bench", "ragged", *arguments, "--rounds", "1", "--json", str(path)])
+    assert "lax.all_to_all" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    by_peer = {(row["metric"], row["peer_name"]) for row in rows}
+    assert ("one exchange of several, us", "lax.all_to_all") in by_peer
+    assert ("layer, forward + backward, ms", None) in by_peer
+    assert all(row["ours"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("option", [["--mib", "0"], ["--experts", "7"]])
+def test_bench_ragged_refuses_sizes_by_name(option, capsys):
+    assert main(["bench", "ragged", "--mib", "0.01", "--rounds", "1", *option]) == 2
+    assert f"bench: {option[0]}: expected" in capsys.readouterr().err

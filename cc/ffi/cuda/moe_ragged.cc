@@ -118,11 +118,12 @@ Status FromCuda(cudaError_t error, std::string_view what) {
                   cudaGetErrorString(error) + ")");
 }
 
-/// Prepares a forward call: afterwards the result holds `output`, and peers may
-/// read the operand while the result is written.
-Status PreparePull(const Call& from, const Caller& caller,
+/// Prepares a forward call: afterwards the result holds `output` (null: zeros,
+/// which the kernel makes), and peers may write into it while the operand is
+/// read.
+Status PreparePush(const Call& from, const Caller& caller,
                    const AnyBuffer& table, const AnyBuffer& operand,
-                   const AnyBuffer& output, const AnyBuffer& result,
+                   const AnyBuffer* output, const AnyBuffer& result,
                    GpuRagged& call) {
   TB_ASSIGN_OR_RETURN(const Rows in, DecodeRows(operand, "operand"));
   TB_ASSIGN_OR_RETURN(const Rows out, DecodeRows(result, "output"));
@@ -139,16 +140,18 @@ Status PreparePull(const Call& from, const Caller& caller,
         "copy of the operand"));
     call.source = copy;
   }
-  if (output.untyped_data() != result.untyped_data() && out.size_bytes() > 0) {
+  call.is_onto_zeros = output == nullptr;
+  if (output != nullptr && output->untyped_data() != result.untyped_data() &&
+      out.size_bytes() > 0) {
     TB_RETURN_IF_ERROR(
-        FromCuda(cudaMemcpyAsync(call.result, output.untyped_data(),
+        FromCuda(cudaMemcpyAsync(call.result, output->untyped_data(),
                                  static_cast<size_t>(out.size_bytes()),
                                  cudaMemcpyDeviceToDevice, from.stream),
                  "copy of the output"));
   }
   TB_ASSIGN_OR_RETURN(
       call.scratch,
-      from.Allocate(moe::cuda::RaggedPullScratchBytes(call.sizes)));
+      from.Allocate(moe::cuda::RaggedPushScratchBytes(call.sizes)));
   return OkStatus();
 }
 
@@ -207,9 +210,30 @@ Error Forward(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
   return ToError(Run(
       from,
       [&](const Caller& caller, GpuRagged& call) {
-        return PreparePull(from, caller, table, operand, output, *result, call);
+        return PreparePush(from, caller, table, operand, &output, *result,
+                           call);
       },
-      moe::cuda::RunRaggedPull));
+      moe::cuda::RunRaggedPush));
+}
+
+Error ForwardOntoZeros(cudaStream_t stream, int32_t device,
+                       xla::ffi::RunId run_id,
+                       xla::ffi::ScratchAllocator scratch, AnyBuffer table,
+                       AnyBuffer operand, Result result, std::string_view axis,
+                       Ints64 devices, Ints64 ranks, Ints64 groups) {
+  const Call from = {
+      stream,
+      device,
+      run_id.run_id,
+      &scratch,
+      {.axis = axis, .devices = devices, .ranks = ranks, .groups = groups}};
+  return ToError(Run(
+      from,
+      [&](const Caller& caller, GpuRagged& call) {
+        return PreparePush(from, caller, table, operand, nullptr, *result,
+                           call);
+      },
+      moe::cuda::RunRaggedPush));
 }
 
 Error Transpose(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
@@ -250,6 +274,13 @@ XLA_FFI_DEFINE_HANDLER(kForward, Forward,
                            .Ret<AnyBuffer>()  // result
                        TB_RAGGED_ATTRIBUTES);
 
+XLA_FFI_DEFINE_HANDLER(kForwardOntoZeros, ForwardOntoZeros,
+                       TB_RAGGED_CONTEXT
+                           .Arg<AnyBuffer>()  // table
+                           .Arg<AnyBuffer>()  // operand
+                           .Ret<AnyBuffer>()  // result
+                       TB_RAGGED_ATTRIBUTES);
+
 XLA_FFI_DEFINE_HANDLER(kTranspose, Transpose,
                        TB_RAGGED_CONTEXT
                            .Arg<AnyBuffer>()  // table
@@ -264,6 +295,7 @@ XLA_FFI_DEFINE_HANDLER(kTranspose, Transpose,
 
 std::vector<Target> CudaMoeRaggedTargets() {
   return {{"turbobus_ragged_all_to_all", kForward},
+          {"turbobus_ragged_all_to_all_onto_zeros", kForwardOntoZeros},
           {"turbobus_ragged_all_to_all_transpose", kTranspose}};
 }
 

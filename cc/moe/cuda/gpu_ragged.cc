@@ -5,19 +5,19 @@
 
 namespace turbobus::moe::cuda {
 
-Status RunRaggedPull(const Caller& caller, const GpuRagged& call) {
+Status RunRaggedPush(const Caller& caller, const GpuRagged& call) {
   Visit visit(caller);
-  const auto place = RaggedFaults::Process().Begin(caller.device);
-  TB_RETURN_IF_ERROR(visit.Check(place.status()));
-  TB_RETURN_IF_ERROR(visit.Meet({call.table, call.source}));
-  const RaggedPullArgs args = {.tables = visit.Addresses<const int32_t>(0),
-                               .operands = visit.Addresses<const uint8_t>(1),
-                               .result = call.result,
+  const auto report = RaggedFaults::Process().Begin(caller.device);
+  TB_RETURN_IF_ERROR(visit.Check(report.status()));
+  TB_RETURN_IF_ERROR(visit.Meet({call.table, call.result}));
+  const RaggedPushArgs args = {.tables = visit.Addresses<const int32_t>(0),
+                               .operand = call.source,
+                               .results = visit.Addresses<uint8_t>(1),
+                               .is_onto_zeros = call.is_onto_zeros,
                                .scratch = call.scratch,
-                               .fault = place->fault,
-                               .serial = place->serial};
+                               .report = *report};
   TB_RETURN_IF_ERROR(visit.Check(
-      LaunchRaggedPull(call.sizes, args, caller.stream), "pull kernel"));
+      LaunchRaggedPush(call.sizes, args, caller.stream), "push kernel"));
   return visit.Meet();
 }
 

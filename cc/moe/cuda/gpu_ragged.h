@@ -19,16 +19,18 @@ struct GpuRagged {
   const int32_t* table = nullptr;  // s32[num_tables, 4, num_slices]
   /// Forward: the operand; transpose: the cotangent of the result.
   const uint8_t* source = nullptr;
-  /// Forward: holds `output` already; transpose: whatever was there before.
+  /// Forward: holds `output` already, unless that is zeros; transpose: whatever
+  /// was there before.
   uint8_t* result = nullptr;
-  void* scratch = nullptr;  // As the kernel wants it.
+  bool is_onto_zeros = false;  // Forward: `output` is zeros.
+  void* scratch = nullptr;     // As the kernel wants it.
 };
 
 // DEADLINE_EXCEEDED if a rank does not come, INTERNAL if an enqueue fails, on
 // all ranks of the call. INVALID_ARGUMENT, likewise, if an earlier call of the
 // process had a slice that did not fit: which nobody knew before its kernel
 // ran.
-Status RunRaggedPull(const Caller& caller, const GpuRagged& call);
+Status RunRaggedPush(const Caller& caller, const GpuRagged& call);
 Status RunRaggedSum(const Caller& caller, const GpuRagged& call);
 
 }  // namespace turbobus::moe::cuda

@@ -32,6 +32,25 @@ int NumDevices() {
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
+/// Why ranks on these devices cannot meet; null if they can.
+const char* EnablePeers() {
+  static const char* const reason = [] {
+    for (int device = 0; device < NumDevices(); ++device) {
+      for (int peer = 0; peer < NumDevices(); ++peer) {
+        if (device == peer) continue;
+        int can_access = 0;
+        cudaDeviceCanAccessPeer(&can_access, device, peer);
+        if (can_access == 0 || cudaSetDevice(device) != cudaSuccess ||
+            cudaDeviceEnablePeerAccess(peer, 0) != cudaSuccess) {
+          return "the GPUs do not reach each other's memory";
+        }
+      }
+    }
+    return NumDevices() == 0 ? "CUDA sees no GPU" : nullptr;
+  }();
+  return reason;
+}
+
 template <typename T>
 cudaError_t Allocate(T** memory, int64_t size_bytes) {
   return cudaMalloc(reinterpret_cast<void**>(memory),
@@ -78,6 +97,7 @@ struct Problem {
   std::vector<std::vector<int32_t>> tables;  // By rank: [num_tables, 4, slices]
   std::vector<Bytes> sources;                // By rank.
   std::vector<Bytes> results;                // By rank: what is there before.
+  bool is_onto_zeros = false;
 
   int each() const { return sizes.num_slices / sizes.num_ranks; }
   int32_t& At(int rank, int64_t table, int field, int slice) {
@@ -184,12 +204,13 @@ Outcome RunOnGpus(const Problem& problem, DType dtype, int num_calls = 1) {
       call.sizes = problem.sizes;
       call.sizes.rank = rank;
       call.dtype = dtype;
+      call.is_onto_zeros = problem.is_onto_zeros;
       call.table = reinterpret_cast<const int32_t*>(table.data());
       call.source = source.data();
       call.result = result.data();
       const bool is_sum = dtype != DType::kOther;
       const Buffer scratch(Bytes(is_sum ? RaggedSumScratchBytes(call.sizes)
-                                        : RaggedPullScratchBytes(call.sizes)));
+                                        : RaggedPushScratchBytes(call.sizes)));
       call.scratch = scratch.data();
       ASSERT_CUDA(cudaDeviceSynchronize());
       for (int i = 0; i < num_calls; ++i) {
@@ -202,7 +223,7 @@ Outcome RunOnGpus(const Problem& problem, DType dtype, int num_calls = 1) {
         caller.stream = stream;
         caller.meeting = &meeting;
         outcome.statuses[rank] =
-            is_sum ? RunRaggedSum(caller, call) : RunRaggedPull(caller, call);
+            is_sum ? RunRaggedSum(caller, call) : RunRaggedPush(caller, call);
       }
       ASSERT_CUDA(cudaStreamSynchronize(stream));
       outcome.results[rank] = result.Read();
@@ -215,8 +236,12 @@ Outcome RunOnGpus(const Problem& problem, DType dtype, int num_calls = 1) {
 }
 
 /// Slice by slice, row by row.
-std::vector<Bytes> SlowPull(Problem problem) {
+std::vector<Bytes> SlowPush(Problem problem) {
   const RaggedSizes& s = problem.sizes;
+  if (problem.is_onto_zeros) {
+    for (Bytes& result : problem.results)
+      std::fill(result.begin(), result.end(), 0);
+  }
   for (int64_t batch = 0; batch < s.num_batches; ++batch) {
     const int64_t table = s.num_tables == 1 ? 0 : batch;
     for (int to = 0; to < s.num_ranks; ++to) {
@@ -288,22 +313,7 @@ void ExpectSame(const Outcome& got, const std::vector<Bytes>& want) {
 class GpuRaggedTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (NumDevices() == 0) GTEST_SKIP() << "CUDA sees no GPU";
-    for (int device = 0; device < NumDevices(); ++device) {
-      for (int peer = 0; peer < NumDevices(); ++peer) {
-        if (device == peer) continue;
-        ASSERT_CUDA(cudaSetDevice(device));
-        int can_access = 0;
-        ASSERT_CUDA(cudaDeviceCanAccessPeer(&can_access, device, peer));
-        if (!can_access) GTEST_SKIP() << "GPUs do not reach each other";
-        const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-        if (error == cudaErrorPeerAccessAlreadyEnabled) {
-          (void)cudaGetLastError();
-        } else {
-          ASSERT_CUDA(error);
-        }
-      }
-    }
+    if (const char* reason = EnablePeers()) GTEST_SKIP() << reason;
     ASSERT_CUDA(cudaSetDevice(0));
   }
 };
@@ -311,7 +321,7 @@ class GpuRaggedTest : public ::testing::Test {
 constexpr Kind kKinds[] = {Kind::kDisjoint, Kind::kOverlapping,
                            Kind::kOneSender, Kind::kOneReceiver, Kind::kEmpty};
 
-TEST_F(GpuRaggedTest, PullEqualsWritingRowByRow) {
+TEST_F(GpuRaggedTest, PushEqualsWritingRowByRow) {
   unsigned seed = 0;
   for (const int num_ranks : {1, 2, 3, 4}) {
     for (const Kind kind : kKinds) {
@@ -326,60 +336,16 @@ TEST_F(GpuRaggedTest, PullEqualsWritingRowByRow) {
         SCOPED_TRACE("ranks " + std::to_string(num_ranks) + ", kind " +
                      std::to_string(static_cast<int>(kind)) + ", row " +
                      std::to_string(row_bytes));
-        const Problem problem = MakeProblem(sizes, kind, seed++);
-        const std::vector<Bytes> want = SlowPull(problem);
+        Problem problem = MakeProblem(sizes, kind, seed++);
+        const std::vector<Bytes> want = SlowPush(problem);
         EXPECT_EQ(want, RunOnCpu(problem, RaggedDirection::kForward,
                                  RowElement::kFloat32));
         ExpectSame(RunOnGpus(problem, DType::kOther), want);
+        problem.is_onto_zeros = true;
+        ExpectSame(RunOnGpus(problem, DType::kOther), SlowPush(problem));
       }
     }
   }
-}
-
-TEST_F(GpuRaggedTest, BatchesHaveOneTableOrOneEach) {
-  for (const int64_t num_tables : {1, 5}) {
-    for (const Kind kind : {Kind::kDisjoint, Kind::kOverlapping}) {
-      const RaggedSizes sizes = {.num_ranks = 2,
-                                 .num_slices = 6,
-                                 .num_batches = 5,
-                                 .num_tables = num_tables,
-                                 .operand_rows = 300,
-                                 .output_rows = 333,
-                                 .row_bytes = 84};
-      const Problem pull = MakeProblem(sizes, kind, 7);
-      ExpectSame(RunOnGpus(pull, DType::kOther), SlowPull(pull));
-      const Problem sum = MakeProblem(sizes, kind, 8, /*is_transpose=*/true);
-      ExpectSame(
-          RunOnGpus(sum, DType::kF32),
-          RunOnCpu(sum, RaggedDirection::kTranspose, RowElement::kFloat32));
-    }
-  }
-}
-
-TEST_F(GpuRaggedTest, ThousandsOfSlicesAndMoreBatchesThanBlocks) {
-  for (const Kind kind : {Kind::kDisjoint, Kind::kOverlapping}) {
-    const RaggedSizes many = {.num_ranks = 2,
-                              .num_slices = 3000,
-                              .num_batches = 2,
-                              .num_tables = 2,
-                              .operand_rows = 9000,
-                              .output_rows = 12000,
-                              .row_bytes = 20};
-    const Problem pull = MakeProblem(many, kind, 11);
-    ExpectSame(RunOnGpus(pull, DType::kOther), SlowPull(pull));
-    const Problem sum = MakeProblem(many, kind, 12, /*is_transpose=*/true);
-    ExpectSame(
-        RunOnGpus(sum, DType::kF32),
-        RunOnCpu(sum, RaggedDirection::kTranspose, RowElement::kFloat32));
-  }
-  const RaggedSizes batches = {.num_ranks = 2,
-                               .num_slices = 2,
-                               .num_batches = 40000,
-                               .operand_rows = 5,
-                               .output_rows = 7,
-                               .row_bytes = 4};
-  const Problem problem = MakeProblem(batches, Kind::kOverlapping, 13);
-  ExpectSame(RunOnGpus(problem, DType::kOther), SlowPull(problem));
 }
 
 /// Finite values: what becomes of a NaN's payload is nobody's promise.
@@ -399,6 +365,58 @@ void FillWithNumbers(std::vector<Bytes>& rows, unsigned seed) {
       std::memcpy(bytes.data() + i, &value, sizeof(T));
     }
   }
+}
+
+TEST_F(GpuRaggedTest, BatchesHaveOneTableOrOneEach) {
+  for (const int64_t num_tables : {1, 5}) {
+    for (const Kind kind : {Kind::kDisjoint, Kind::kOverlapping}) {
+      const RaggedSizes sizes = {.num_ranks = 2,
+                                 .num_slices = 6,
+                                 .num_batches = 5,
+                                 .num_tables = num_tables,
+                                 .operand_rows = 300,
+                                 .output_rows = 333,
+                                 .row_bytes = 84};
+      Problem push = MakeProblem(sizes, kind, 7);
+      ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+      push.is_onto_zeros = true;
+      ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+      Problem sum = MakeProblem(sizes, kind, 8, /*is_transpose=*/true);
+      FillWithNumbers<float>(sum.sources, 8);
+      ExpectSame(
+          RunOnGpus(sum, DType::kF32),
+          RunOnCpu(sum, RaggedDirection::kTranspose, RowElement::kFloat32));
+    }
+  }
+}
+
+TEST_F(GpuRaggedTest, ThousandsOfSlicesAndMoreBatchesThanBlocks) {
+  for (const Kind kind : {Kind::kDisjoint, Kind::kOverlapping}) {
+    const RaggedSizes many = {.num_ranks = 2,
+                              .num_slices = 3000,
+                              .num_batches = 2,
+                              .num_tables = 2,
+                              .operand_rows = 9000,
+                              .output_rows = 12000,
+                              .row_bytes = 20};
+    Problem push = MakeProblem(many, kind, 11);
+    ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+    push.is_onto_zeros = true;
+    ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+    Problem sum = MakeProblem(many, kind, 12, /*is_transpose=*/true);
+    FillWithNumbers<float>(sum.sources, 12);
+    ExpectSame(
+        RunOnGpus(sum, DType::kF32),
+        RunOnCpu(sum, RaggedDirection::kTranspose, RowElement::kFloat32));
+  }
+  const RaggedSizes batches = {.num_ranks = 2,
+                               .num_slices = 2,
+                               .num_batches = 40000,
+                               .operand_rows = 5,
+                               .output_rows = 7,
+                               .row_bytes = 4};
+  const Problem problem = MakeProblem(batches, Kind::kOverlapping, 13);
+  ExpectSame(RunOnGpus(problem, DType::kOther), SlowPush(problem));
 }
 
 template <typename T>
@@ -476,7 +494,7 @@ TEST_F(GpuRaggedTest, ASliceThatDoesNotFitMovesNothingAndTheNextCallSaysSo) {
     }
     Problem without = good;
     without.At(0, 0, 1, 2) = without.At(1, 0, 3, 0) = 0;
-    ExpectSame(RunOnGpus(bad, DType::kOther), SlowPull(without));
+    ExpectSame(RunOnGpus(bad, DType::kOther), SlowPush(without));
 
     const Outcome told = RunOnGpus(good, DType::kOther);
     for (const Status& status : told.statuses) {
@@ -487,10 +505,11 @@ TEST_F(GpuRaggedTest, ASliceThatDoesNotFitMovesNothingAndTheNextCallSaysSo) {
       EXPECT_NE(text.find(wrong.message), std::string::npos) << text;
     }
     EXPECT_EQ(told.results, good.results);  // Nothing ran.
-    ExpectSame(RunOnGpus(good, DType::kOther), SlowPull(good));
+    ExpectSame(RunOnGpus(good, DType::kOther), SlowPush(good));
 
     // A transpose takes such a slice for one that was not sent.
-    const Problem sum = MakeProblem(sizes, Kind::kDisjoint, 6, true);
+    Problem sum = MakeProblem(sizes, Kind::kDisjoint, 6, true);
+    FillWithNumbers<float>(sum.sources, 6);
     bad.sources = without.sources = sum.sources;
     bad.results = without.results = sum.results;
     ExpectSame(
@@ -515,7 +534,7 @@ TEST_F(GpuRaggedTest, WhatWasUnderWayWhenAMisfitWasToldOfIsNotToldOfAgain) {
   }
   // The second of the bad runs may end in the error or in a further misfit.
   EXPECT_LE(num_told, 2);
-  ExpectSame(RunOnGpus(good, DType::kOther), SlowPull(good));
+  ExpectSame(RunOnGpus(good, DType::kOther), SlowPush(good));
 }
 
 TEST_F(GpuRaggedTest, ARankThatDoesNotComeFailsTheOthers) {
@@ -526,7 +545,7 @@ TEST_F(GpuRaggedTest, ARankThatDoesNotComeFailsTheOthers) {
   caller.meeting = &meeting;
   GpuRagged call;
   call.sizes = {.num_ranks = 2, .num_slices = 2};
-  const Status status = RunRaggedPull(caller, call);
+  const Status status = RunRaggedPush(caller, call);
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status;
   EXPECT_NE(status.message().find("ragged_all_to_all over axis 'x'"),
             std::string::npos)
@@ -540,7 +559,7 @@ TEST_F(GpuRaggedTest, ManyCallsInARow) {
                              .output_rows = 700,
                              .row_bytes = 260};
   const Problem problem = MakeProblem(sizes, Kind::kOverlapping, 21);
-  ExpectSame(RunOnGpus(problem, DType::kOther, 300), SlowPull(problem));
+  ExpectSame(RunOnGpus(problem, DType::kOther, 300), SlowPush(problem));
 }
 
 /// Times kernels alone, on one card: what they read lies in the same memory.
@@ -604,22 +623,24 @@ TEST_F(GpuRaggedTest, DISABLED_SpeedBesideMemcpy) {
         ASSERT_CUDA(cudaMemcpy(tables + table.size(), second.data(),
                                4 * table.size(), cudaMemcpyHostToDevice));
         uint8_t* scratch = nullptr;
-        ASSERT_CUDA(Allocate(&scratch, RaggedPullScratchBytes(sizes) +
+        ASSERT_CUDA(Allocate(&scratch, RaggedPushScratchBytes(sizes) +
                                            RaggedSumScratchBytes(sizes)));
-        RaggedPullArgs pull;
+        RaggedPushArgs push;
         RaggedSumArgs sum;
         for (int r = 0; r < 2; ++r) {
-          pull.tables.of[r] = sum.tables.of[r] = tables + r * table.size();
-          pull.operands.of[r] = sum.cotangents.of[r] = memory + r * bytes;
+          push.tables.of[r] = sum.tables.of[r] = tables + r * table.size();
+          push.results.of[r] = memory + (1 + r) * bytes;
+          sum.cotangents.of[r] = memory + r * bytes;
         }
-        pull.result = sum.result = memory + 2 * bytes;
-        pull.scratch = sum.scratch = scratch;
+        push.operand = memory;
+        sum.result = memory + 2 * bytes;
+        push.scratch = sum.scratch = scratch;
         const double copy = stopwatch.Seconds([&] {
           cudaMemcpyAsync(memory + 2 * bytes, memory, bytes,
                           cudaMemcpyDeviceToDevice);
         });
-        const double pulled =
-            stopwatch.Seconds([&] { LaunchRaggedPull(sizes, pull, nullptr); });
+        const double pushed =
+            stopwatch.Seconds([&] { LaunchRaggedPush(sizes, push, nullptr); });
         double summed = 0;
         if (row_bytes % 4 == 0) {
           summed = stopwatch.Seconds(
@@ -628,10 +649,10 @@ TEST_F(GpuRaggedTest, DISABLED_SpeedBesideMemcpy) {
         ASSERT_CUDA(cudaGetLastError());
         std::printf(
             "%4ld MiB, rows of %4ld bytes, %4d slices: memcpy %7.1f us %6.0f "
-            "GB/s, pull %7.1f us %6.0f GB/s, sum %7.1f us %6.0f GB/s\n",
+            "GB/s, push %7.1f us %6.0f GB/s, sum %7.1f us %6.0f GB/s\n",
             static_cast<long>(mebibytes), static_cast<long>(row_bytes),
-            num_slices, copy * 1e6, bytes / copy / 1e9, pulled * 1e6,
-            bytes / pulled / 1e9, summed * 1e6,
+            num_slices, copy * 1e6, bytes / copy / 1e9, pushed * 1e6,
+            bytes / pushed / 1e9, summed * 1e6,
             summed > 0 ? bytes / summed / 1e9 : 0);
         cudaFree(memory);
         cudaFree(tables);

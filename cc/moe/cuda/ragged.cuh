@@ -82,6 +82,88 @@ __device__ inline int64_t TableInts(const RaggedSizes& sizes) {
   return int64_t{4} * sizes.num_slices;
 }
 
+/// All that a rank must know of the slices of one table.
+struct RaggedPlan {
+  // Of all that arrives at rank d, in the order of writing (by source, then
+  // slice): rows [begin, end) of its result, `[num_ranks, num_slices]`.
+  uint32_t* begin;
+  uint32_t* end;
+  // This rank's slices, `[num_slices]`: rows [input, input_end) of the operand
+  // go to row `output` on.
+  uint32_t* input;
+  uint32_t* input_end;
+  uint32_t* output;
+
+  __host__ __device__ static int64_t Ints(const RaggedSizes& sizes) {
+    return (int64_t{2} * sizes.num_ranks + 3) * sizes.num_slices;
+  }
+  __device__ RaggedPlan(const RaggedSizes& sizes, uint32_t* memory)
+      : begin(memory),
+        end(begin + int64_t{sizes.num_ranks} * sizes.num_slices),
+        input(end + int64_t{sizes.num_ranks} * sizes.num_slices),
+        input_end(input + sizes.num_slices),
+        output(input_end + sizes.num_slices) {}
+
+  /// Reads arrival `arrival` (of `[num_ranks, num_slices]`) out of the tables;
+  /// one thread. Returns whether it fits.
+  __device__ bool Read(const RaggedSizes& sizes,
+                       const Peers<const int32_t>& tables, int64_t table,
+                       int arrival) const {
+    const int n = sizes.num_slices;
+    const int each = n / sizes.num_ranks;
+    const int destination = arrival / n;
+    const int source = arrival % n / each;
+    const int mine = destination * each + arrival % each;
+    const DeviceSlice slice = ToSlice(
+        sizes, ReadRaw(sizes, tables, table * TableInts(sizes), source, mine));
+    begin[arrival] = slice.output;
+    end[arrival] = slice.output + slice.size;
+    if (source == sizes.rank) {
+      input[mine] = slice.input;
+      input_end[mine] = slice.input + slice.size;
+      output[mine] = slice.output;
+    }
+    return slice.fits;
+  }
+};
+
+/// Makes the plans of all tables in device memory, the next one `plan_ints`
+/// behind each, and tells of misfits among what arrives at this rank.
+cudaError_t LaunchRaggedPlan(const RaggedSizes& sizes,
+                             const Peers<const int32_t>& tables,
+                             uint32_t* plans, int64_t plan_ints,
+                             const RaggedReport& report, cudaStream_t stream);
+
+/// Tells the host of a slice that does not fit, unless one told of is still
+/// unread; one thread.
+__device__ inline void ReportMisfit(const RaggedSizes& sizes,
+                                    const Peers<const int32_t>& tables,
+                                    int64_t table, int arrival,
+                                    const RaggedReport& report) {
+  RaggedFault* const fault = report.fault;
+  if (fault == nullptr || atomicCAS(&fault->state, RaggedFault::kNone,
+                                    RaggedFault::kClaimed) != 0) {
+    return;
+  }
+  const int each = sizes.num_slices / sizes.num_ranks;
+  fault->rank = arrival % sizes.num_slices / each;
+  fault->slice = arrival / sizes.num_slices * each + arrival % each;
+  const RawSlice raw = ReadRaw(sizes, tables, table * TableInts(sizes),
+                               fault->rank, fault->slice);
+  fault->input_offset = raw.input_offset;
+  fault->send_size = raw.send_size;
+  fault->output_offset = raw.output_offset;
+  fault->recv_size = raw.recv_size;
+  fault->slices_per_rank = each;
+  fault->batch = table;
+  fault->num_tables = sizes.num_tables;
+  fault->operand_rows = sizes.operand_rows;
+  fault->output_rows = sizes.output_rows;
+  fault->serial = report.serial;
+  __threadfence_system();
+  *static_cast<volatile int32_t*>(&fault->state) = RaggedFault::kReported;
+}
+
 /// What intervals [begin[j], end[j]), j in [first, last), do to a row.
 struct Cover {
   uint32_t end = 0;  // If a row is covered: until here by one interval. Else 0.
@@ -107,38 +189,39 @@ __device__ inline Cover FindCover(const uint32_t* begin, const uint32_t* end,
           __reduce_min_sync(kAllLanes, next)};
 }
 
+/// Copies whole words. The whole warp takes part.
+template <typename Vec>
+__device__ inline void CopyWords(Vec* to, const Vec* from, int64_t num_words) {
+  constexpr int kUnroll = 4;
+  int64_t i = Lane();
+  for (; i + (kUnroll - 1) * kWarpSize < num_words; i += kUnroll * kWarpSize) {
+    Vec part[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+      part[u] = __ldcs(from + i + u * kWarpSize);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) to[i + u * kWarpSize] = part[u];
+  }
+  for (; i < num_words; i += kWarpSize) to[i] = __ldcs(from + i);
+}
+
 /// Copies bytes that lie alike in words of `Vec`. The whole warp takes part.
 template <typename Vec>
 __device__ inline void CopyAligned(uint8_t* to, const uint8_t* from,
                                    int64_t num_bytes) {
-  constexpr int kUnroll = 4;
   constexpr int64_t kSize = sizeof(Vec);
   const int lane = Lane();
   const int64_t head =
       min(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & (kSize - 1)),
           num_bytes);
   if (lane < head) to[lane] = from[lane];
-  to += head;
-  from += head;
-  num_bytes -= head;
-  const int64_t num_vecs = num_bytes / kSize;
-  const auto* in = reinterpret_cast<const Vec*>(from);
-  auto* out = reinterpret_cast<Vec*>(to);
-  for (int64_t base = 0; base < num_vecs; base += kUnroll * kWarpSize) {
-    Vec part[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = base + u * kWarpSize + lane;
-      if (i < num_vecs) part[u] = __ldcs(in + i);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = base + u * kWarpSize + lane;
-      if (i < num_vecs) out[i] = part[u];
-    }
+  const int64_t num_words = (num_bytes - head) / kSize;
+  CopyWords(reinterpret_cast<Vec*>(to + head),
+            reinterpret_cast<const Vec*>(from + head), num_words);
+  for (int64_t i = head + num_words * kSize + lane; i < num_bytes;
+       i += kWarpSize) {
+    to[i] = from[i];
   }
-  const int64_t tail = num_vecs * kSize;
-  if (lane < num_bytes - tail) to[tail + lane] = from[tail + lane];
 }
 
 /// The same for bytes that lie differently even in words of four: each word
@@ -185,14 +268,13 @@ __device__ inline void CopyShifted(uint8_t* to, const uint8_t* from,
   }
 }
 
-/// Copies bytes of any alignment. The whole warp takes part.
-__device__ inline void CopyBytes(uint8_t* to, const uint8_t* from,
-                                 int64_t num_bytes) {
+/// Copies bytes that do not lie alike in words of 16. A function of its own:
+/// the common case shall not pay for its registers.
+__device__ __noinline__ inline void CopyNarrow(uint8_t* to, const uint8_t* from,
+                                               int64_t num_bytes) {
   const auto apart =
       reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);
-  if (apart % 16 == 0) {
-    CopyAligned<uint4>(to, from, num_bytes);
-  } else if (apart % 8 == 0) {
+  if (apart % 8 == 0) {
     CopyAligned<uint2>(to, from, num_bytes);
   } else if (apart % 4 == 0) {
     CopyAligned<uint32_t>(to, from, num_bytes);
@@ -201,8 +283,34 @@ __device__ inline void CopyBytes(uint8_t* to, const uint8_t* from,
   }
 }
 
-/// A grid of blocks that fill the device: x shares the chunks of a batch, y the
-/// batches.
+/// Copies bytes of any alignment. The whole warp takes part.
+__device__ inline void CopyBytes(uint8_t* to, const uint8_t* from,
+                                 int64_t num_bytes) {
+  const auto apart =
+      reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);
+  if (apart % 16 == 0) {
+    CopyAligned<uint4>(to, from, num_bytes);
+  } else {
+    CopyNarrow(to, from, num_bytes);
+  }
+}
+
+/// Zeroes bytes of any alignment. The whole warp takes part.
+__device__ inline void ZeroBytes(uint8_t* to, int64_t num_bytes) {
+  const int64_t head = min(
+      static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & 15), num_bytes);
+  if (Lane() < head) to[Lane()] = 0;
+  const int64_t num_words = (num_bytes - head) / 16;
+  auto* const out = reinterpret_cast<uint4*>(to + head);
+  for (int64_t i = Lane(); i < num_words; i += kWarpSize) out[i] = uint4{};
+  for (int64_t i = head + num_words * 16 + Lane(); i < num_bytes;
+       i += kWarpSize) {
+    to[i] = 0;
+  }
+}
+
+/// A block a multiprocessor, which is as much as NVLink and the device's memory
+/// can take: x shares the chunks of a batch, y the batches.
 dim3 RaggedGrid(const RaggedSizes& sizes);
 
 }  // namespace turbobus::moe::cuda

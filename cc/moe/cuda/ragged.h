@@ -50,22 +50,29 @@ struct RaggedFault {
   int64_t serial = 0;  // Of the call.
 };
 
-struct RaggedPullArgs {
-  Peers<const int32_t> tables;  // s32[num_tables, 4, num_slices] of each rank.
-  Peers<const uint8_t> operands;  // [num_batches, operand_rows, row] of each.
-  /// [num_batches, output_rows, row]; rows that do not arrive are left alone.
-  uint8_t* result = nullptr;
-  void* scratch = nullptr;       // `RaggedPullScratchBytes`.
-  RaggedFault* fault = nullptr;  // Null: misfits are not told.
+/// Where a kernel tells of slices that do not fit, and as part of which call.
+struct RaggedReport {
+  RaggedFault* fault = nullptr;  // Null: nowhere.
   int64_t serial = 0;
 };
 
-int64_t RaggedPullScratchBytes(const RaggedSizes& sizes);
+struct RaggedPushArgs {
+  Peers<const int32_t> tables;  // s32[num_tables, 4, num_slices] of each rank.
+  const uint8_t* operand = nullptr;  // [num_batches, operand_rows, row]
+  Peers<uint8_t> results;  // [num_batches, output_rows, row] of each rank.
+  /// Whether rows that nobody sends are zeroed; else they are left alone.
+  bool is_onto_zeros = false;
+  void* scratch = nullptr;  // `RaggedPushScratchBytes`.
+  RaggedReport report;
+};
 
-/// Writes what arrives at this rank into `result`. Where slices meet, the one
-/// of the later rank, then the later slice, wins.
-cudaError_t LaunchRaggedPull(const RaggedSizes& sizes,
-                             const RaggedPullArgs& args, cudaStream_t stream);
+int64_t RaggedPushScratchBytes(const RaggedSizes& sizes);
+
+/// Writes this rank's slices into the peers' results, and zeroes rows of its
+/// own that nobody sends. Where slices meet, the one of the later rank, then
+/// the later slice, wins: nothing else is written there.
+cudaError_t LaunchRaggedPush(const RaggedSizes& sizes,
+                             const RaggedPushArgs& args, cudaStream_t stream);
 
 struct RaggedSumArgs {
   Peers<const int32_t> tables;      // As above.
@@ -76,7 +83,7 @@ struct RaggedSumArgs {
 
 int64_t RaggedSumScratchBytes(const RaggedSizes& sizes);
 
-/// The transpose of this rank's part in `LaunchRaggedPull`: each operand row
+/// The transpose of this rank's part in `LaunchRaggedPush`: each operand row
 /// gets the sum of the cotangents of the places where it won, in the order of
 /// its slices (half precision in float32, rounded once), zero if there is none.
 cudaError_t LaunchRaggedSum(const RaggedSizes& sizes, DType dtype,

@@ -46,10 +46,10 @@ RaggedFaults::RaggedFaults() {
   for (int i = 0; i < kMaxDevices; ++i) new (faults_ + i) RaggedFault;
 }
 
-StatusOr<RaggedFaults::Place> RaggedFaults::Begin(int device) {
+StatusOr<RaggedReport> RaggedFaults::Begin(int device) {
   const std::lock_guard lock(mutex_);
   if (faults_ == nullptr || device < 0 || device >= kMaxDevices) {
-    return Place{};
+    return RaggedReport{};
   }
   RaggedFault& fault = faults_[device];
   const std::atomic_ref<int32_t> state(fault.state);
@@ -63,7 +63,7 @@ StatusOr<RaggedFaults::Place> RaggedFaults::Begin(int device) {
       return status;
     }
   }
-  return Place{.fault = &fault, .serial = serial};
+  return RaggedReport{.fault = &fault, .serial = serial};
 }
 
 }  // namespace turbobus::moe::cuda

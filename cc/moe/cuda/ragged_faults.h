@@ -14,18 +14,12 @@ namespace turbobus::moe::cuda {
 /// used.
 class RaggedFaults {
  public:
-  /// Where a kernel of one call tells it.
-  struct Place {
-    RaggedFault* fault = nullptr;  // Null: nowhere.
-    int64_t serial = 0;
-  };
-
   static RaggedFaults& Process();
 
   /// For a call that begins now on `device`. INVALID_ARGUMENT, naming rank and
   /// slice, once for all calls that began before: who has been told of one bad
   /// table is not told again of what was under way by then.
-  StatusOr<Place> Begin(int device);
+  StatusOr<RaggedReport> Begin(int device);
 
  private:
   static constexpr int kMaxDevices = 64;

@@ -1,60 +1,7 @@
-#include <algorithm>
-
 #include "moe/cuda/ragged.cuh"
 
 namespace turbobus::moe::cuda {
 namespace {
-
-/// A batch's slices in this device's memory.
-struct Plan {
-  // Of all that arrives at rank d, in the order of writing: rows [begin, end)
-  // of its result, `[num_ranks, num_slices]`.
-  uint32_t* begin;
-  uint32_t* end;
-  // This rank's slices, `[num_slices]`: rows [input, input_end) of the operand
-  // go to row `output` on.
-  uint32_t* input;
-  uint32_t* input_end;
-  uint32_t* output;
-
-  __host__ __device__ static int64_t Ints(const RaggedSizes& sizes) {
-    return (int64_t{2} * sizes.num_ranks + 3) * sizes.num_slices;
-  }
-  __device__ Plan(const RaggedSizes& sizes, void* scratch, int64_t table)
-      : begin(static_cast<uint32_t*>(scratch) + table * Ints(sizes)),
-        end(begin + int64_t{sizes.num_ranks} * sizes.num_slices),
-        input(end + int64_t{sizes.num_ranks} * sizes.num_slices),
-        input_end(input + sizes.num_slices),
-        output(input_end + sizes.num_slices) {}
-};
-
-/// One thread an arrival of any rank.
-__global__ void PlanSum(const __grid_constant__ RaggedSizes sizes,
-                        const __grid_constant__ RaggedSumArgs args) {
-  const int n = sizes.num_slices;
-  const int each = n / sizes.num_ranks;
-  const int64_t num_arrivals = int64_t{sizes.num_ranks} * n;
-  const int64_t num_threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       i < num_arrivals * sizes.num_tables; i += num_threads) {
-    const int64_t table = i / num_arrivals;
-    const auto arrival = static_cast<int>(i % num_arrivals);
-    const int destination = arrival / n;
-    const int source = arrival % n / each;
-    const int mine = destination * each + arrival % each;
-    const DeviceSlice slice = ToSlice(
-        sizes,
-        ReadRaw(sizes, args.tables, table * TableInts(sizes), source, mine));
-    const Plan plan(sizes, args.scratch, table);
-    plan.begin[arrival] = slice.output;
-    plan.end[arrival] = slice.output + slice.size;
-    if (source == sizes.rank) {
-      plan.input[mine] = slice.input;
-      plan.input_end[mine] = slice.input + slice.size;
-      plan.output[mine] = slice.output;
-    }
-  }
-}
 
 /// Which of this rank's slices a row of the operand has a place in, a bit each,
 /// in shared memory of the warp.
@@ -67,7 +14,7 @@ struct Places {
 };
 
 /// The whole warp takes part.
-__device__ Places FindPlaces(const RaggedSizes& sizes, const Plan& plan,
+__device__ Places FindPlaces(const RaggedSizes& sizes, const RaggedPlan& plan,
                              uint32_t* bits, uint32_t row) {
   const int n = sizes.num_slices;
   const int each = n / sizes.num_ranks;
@@ -166,23 +113,10 @@ __device__ bool IsAligned(const Places& places, const uint8_t* to,
   return address % 16 == 0;
 }
 
-__device__ void ZeroBytes(uint8_t* to, int64_t num_bytes) {
-  const int64_t head = min(
-      static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & 15), num_bytes);
-  if (Lane() < head) to[Lane()] = 0;
-  const int64_t num_vecs = (num_bytes - head) / 16;
-  auto* const out = reinterpret_cast<uint4*>(to + head);
-  for (int64_t i = Lane(); i < num_vecs; i += kWarpSize) out[i] = uint4{};
-  for (int64_t i = head + num_vecs * 16 + Lane(); i < num_bytes;
-       i += kWarpSize) {
-    to[i] = 0;
-  }
-}
-
 /// Makes bytes [first, last) of a batch's result; one warp.
 template <typename T>
 __device__ void SumChunk(const RaggedSizes& sizes, const RaggedSumArgs& args,
-                         const Plan& plan, uint32_t* bits, int64_t batch,
+                         const RaggedPlan& plan, uint32_t* bits, int64_t batch,
                          int64_t first, int64_t last) {
   constexpr int kWide = 16 / sizeof(T);
   const int64_t row_bytes = sizes.row_bytes;
@@ -228,7 +162,9 @@ __global__ void __launch_bounds__(kRaggedThreads)
   const int64_t num_indices = NumChunkIndices(num_chunks);
   for (int64_t batch = blockIdx.y; batch < sizes.num_batches;
        batch += gridDim.y) {
-    const Plan plan(sizes, args.scratch, TableOf(sizes, batch));
+    const RaggedPlan plan(sizes,
+                          static_cast<uint32_t*>(args.scratch) +
+                              TableOf(sizes, batch) * RaggedPlan::Ints(sizes));
     for (int64_t i =
              static_cast<int64_t>(WarpInBlock()) * gridDim.x + blockIdx.x;
          i < num_indices; i += static_cast<int64_t>(gridDim.x) * kRaggedWarps) {
@@ -254,21 +190,16 @@ cudaError_t LaunchSumRows(const RaggedSizes& sizes, const RaggedSumArgs& args,
 }  // namespace
 
 int64_t RaggedSumScratchBytes(const RaggedSizes& sizes) {
-  return sizes.num_tables * Plan::Ints(sizes) *
+  return sizes.num_tables * RaggedPlan::Ints(sizes) *
          static_cast<int64_t>(sizeof(uint32_t));
 }
 
 cudaError_t LaunchRaggedSum(const RaggedSizes& sizes, DType dtype,
                             const RaggedSumArgs& args, cudaStream_t stream) {
-  const int64_t num_arrivals =
-      sizes.num_tables * sizes.num_ranks * sizes.num_slices;
-  const int64_t num_blocks =
-      std::min<int64_t>((num_arrivals + kThreads - 1) / kThreads, 1024);
-  PlanSum<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(sizes,
-                                                                      args);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-    return error;
-  }
+  const cudaError_t error =
+      LaunchRaggedPlan(sizes, args.tables, static_cast<uint32_t*>(args.scratch),
+                       RaggedPlan::Ints(sizes), /*report=*/{}, stream);
+  if (error != cudaSuccess) return error;
   switch (dtype) {
     case DType::kF32:
       return LaunchSumRows<float>(sizes, args, stream);
