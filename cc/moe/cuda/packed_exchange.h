@@ -17,11 +17,6 @@
 
 namespace turbobus::moe::cuda {
 
-/// Bytes of rows that a rank may have for a peer up to which they go by mail.
-/// To be measured: kernels reach host memory at 25-50 GB/s, copy engines at 45,
-/// but only after two more meetings and a wait of the host.
-inline constexpr int64_t kMostMailedBytes = 1 << 20;
-
 int64_t PackedScratchBytes(const Caller& caller, const GpuDispatch& call);
 int64_t PackedScratchBytes(const Caller& caller, const GpuCombine& call);
 int64_t PackedScratchBytes(const Caller& caller, const GpuCombineGrad& call);

@@ -45,7 +45,7 @@ Wiring WiringOf(int num_ranks, How how) {
     wiring.devices.push_back(wiring.is_direct ? 0 : testing::DeviceOf(r));
   }
   wiring.is_broadcast = how == How::kBroadcast;
-  wiring.has_mail = how == How::kMail;
+  wiring.most_mailed_bytes = how == How::kMail ? int64_t{1} << 40 : -1;
   return wiring;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "moe/cuda/cutter.h"
-#include "moe/cuda/packed_exchange.h"
 
 namespace turbobus::moe::cuda {
 namespace {
@@ -26,7 +25,7 @@ int64_t MostIncoming(const Shape& shape) {
 PackedLayout::PackedLayout(PackedOp op, const Shape& shape,
                            const Wiring& wiring, int weight_words)
     : shape(shape), op(op), weight_words(weight_words) {
-  is_mailed = wiring.has_mail && box_bytes() <= kMostMailedBytes;
+  is_mailed = box_bytes() <= wiring.most_mailed_bytes;
   is_broadcast = !is_mailed && wiring.is_broadcast && op == PackedOp::kDispatch;
 
   int64_t end = 0;

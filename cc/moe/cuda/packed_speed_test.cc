@@ -36,7 +36,7 @@ double SecondsSince(Clock::time_point start) {
 Wiring Apart(bool has_mail, bool is_broadcast) {
   Wiring wiring;
   wiring.is_direct = false;
-  wiring.has_mail = has_mail;
+  wiring.most_mailed_bytes = has_mail ? int64_t{4} << 20 : -1;
   wiring.is_broadcast = is_broadcast;
   for (int r = 0; r < kRanks; ++r)
     wiring.devices.push_back(testing::DeviceOf(r));
@@ -112,7 +112,8 @@ struct Batch {
 TEST_F(PackedSpeed, OfDispatchAndCombine) {
   for (const Batch& batch :
        {Batch{4096, 4096, 64, 2}, Batch{16384, 2048, 128, 8},
-        Batch{128, 4096, 64, 2}, Batch{512, 4096, 64, 2}}) {
+        Batch{32, 4096, 64, 2}, Batch{128, 4096, 64, 2},
+        Batch{256, 4096, 64, 2}, Batch{512, 4096, 64, 2}}) {
     for (const auto& [has_mail, is_broadcast] :
          {std::pair(true, false), std::pair(false, false),
           std::pair(false, true)}) {
@@ -228,6 +229,112 @@ TEST_F(PackedSpeed, OfDispatchAndCombine) {
           dispatch * 1e3, bytes / dispatch / 1e9, combine * 1e3,
           bytes / combine / 1e9);
     }
+  }
+}
+
+/// The mean time of a launch in a row of them.
+template <typename Launch>
+void Print(const char* name, Launch launch) {
+  constexpr int kCalls = 50;
+  (void)launch();
+  (void)cudaDeviceSynchronize();
+  const auto start = Clock::now();
+  for (int i = 0; i < kCalls; ++i) EXPECT_EQ(launch(), cudaSuccess);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  std::printf("  %-12s %6.1f us\n", name, SecondsSince(start) / kCalls * 1e6);
+}
+
+TEST_F(PackedSpeed, OfKernels) {
+  for (const Batch& batch :
+       {Batch{4096, 4096, 64, 2}, Batch{16384, 2048, 128, 8}}) {
+    Shape shape;
+    shape.num_ranks = 2;
+    shape.num_tokens = batch.num_tokens;
+    shape.top_k = batch.top_k;
+    shape.num_experts = batch.num_experts;
+    shape.num_local_experts = batch.num_experts / 2;
+    shape.row_bytes = batch.hidden * 2;
+    shape.num_rows = int64_t{batch.num_tokens} * batch.top_k * 5 / 4;
+    const int64_t choices = int64_t{batch.num_tokens} * batch.top_k;
+    const int64_t token_bytes = batch.num_tokens * shape.row_bytes;
+    std::mt19937 random(1);
+    std::vector<int32_t> ids(choices);
+    for (int32_t& id : ids) {
+      id = static_cast<int32_t>(random() % batch.num_experts);
+    }
+    (void)cudaSetDevice(0);
+    const DeviceBytes expert_ids(ToBytes(ids)), tokens(token_bytes, 1),
+        counts(4 * batch.num_experts, 0), offsets(PlanScratchBytes(shape), 0),
+        slots(4 * choices, 0), sizes(8 * batch.num_experts, 0),
+        index(8 * batch.num_tokens, 0), blocks(NumberScratchBytes(shape), 0),
+        rows(shape.num_rows * shape.row_bytes, 0), outbox(token_bytes, 0),
+        inbox(token_bytes, 0), sums(token_bytes, 0), posted(8 * choices, 0),
+        totals(8, 0), weights(ToBytes(std::vector<float>(choices, 1.0f)));
+    const auto both = [](auto* pointer) {
+      Peers<std::remove_pointer_t<decltype(pointer)>> peers;
+      peers.of[0] = peers.of[1] = pointer;
+      return peers;
+    };
+    std::printf("%d tokens, hidden %d, %d experts, top %d\n", batch.num_tokens,
+                batch.hidden, batch.num_experts, batch.top_k);
+    Print("plan", [&] {
+      return LaunchPlan(shape, expert_ids.as<int32_t>(), counts.as<int32_t>(),
+                        offsets.as<int32_t>(), nullptr);
+    });
+    const PositionsArgs positions = {
+        .counts = both(counts.as<const int32_t>()),
+        .expert_ids = expert_ids.as<int32_t>(),
+        .block_offsets = offsets.as<int32_t>(),
+        .positions = slots.as<int32_t>(),
+        .group_sizes = sizes.as<int32_t>(),
+        .wanted = sizes.as<int32_t>() + batch.num_experts,
+        .posted_ids = posted.as<int32_t>(),
+        .posted_positions = posted.as<int32_t>() + choices};
+    Print("positions",
+          [&] { return LaunchPositions(shape, positions, nullptr); });
+    NumberArgs number = {.expert_ids = both(expert_ids.as<const int32_t>()),
+                         .positions = both(slots.as<const int32_t>()),
+                         .is_outgoing = true,
+                         .index = index.as<int32_t>(),
+                         .block_counts = blocks.as<int32_t>(),
+                         .totals = totals.as<int32_t>()};
+    Print("number", [&] { return LaunchNumber(shape, number, nullptr); });
+    PackArgs pack = {
+        .tokens = tokens.as(),
+        .expert_ids = expert_ids.as<int32_t>(),
+        .positions = slots.as<int32_t>(),
+        .group_sizes = sizes.as<int32_t>(),
+        .rows = rows.as(),
+        .outbox = {.of = both(outbox.as()), .index = index.as<int32_t>()},
+        .for_peers = true,
+        .for_own = false};
+    Print("pack", [&] { return LaunchPack(shape, pack, nullptr); });
+    pack.for_peers = false;
+    pack.for_own = true;
+    Print("own rows", [&] { return LaunchPack(shape, pack, nullptr); });
+    CombineArgs combine = {
+        .expert_ids = both(expert_ids.as<const int32_t>()),
+        .positions = both(slots.as<const int32_t>()),
+        .weights = {},
+        .rows = rows.as(),
+        .outbox = {.of = both(outbox.as()), .index = index.as<int32_t>()},
+        .inbox = {.of = both(inbox.as()), .index = index.as<int32_t>()},
+        .arrived = {},
+        .out = sums.as()};
+    combine.weights.of[0] = combine.weights.of[1] = weights.as();
+    Print("sum",
+          [&] { return LaunchSum(shape, DType::kBF16, combine, nullptr); });
+    number.is_outgoing = false;
+    (void)LaunchNumber(shape, number, nullptr);
+    Print("partial",
+          [&] { return LaunchPartial(shape, DType::kBF16, combine, nullptr); });
+    const UnpackArgs unpack = {
+        .expert_ids = both(expert_ids.as<const int32_t>()),
+        .positions = both(slots.as<const int32_t>()),
+        .inbox = {.of = both(inbox.as()), .index = index.as<int32_t>()},
+        .arrived = {},
+        .rows = rows.as()};
+    Print("unpack", [&] { return LaunchUnpack(shape, unpack, nullptr); });
   }
 }
 

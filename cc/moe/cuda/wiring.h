@@ -1,7 +1,7 @@
 #ifndef TURBOBUS_MOE_CUDA_WIRING_H_
 #define TURBOBUS_MOE_CUDA_WIRING_H_
 
-#include <span>
+#include <cstdint>
 #include <vector>
 
 #include "moe/traffic.h"
@@ -26,6 +26,10 @@ struct Path {
 /// thread-safe.
 bool CanReach(int from, int to);
 
+/// To be measured: kernels reach host memory at 25-50 GB/s, copy engines at 45,
+/// but only after another meeting and a wait of the host.
+inline constexpr int64_t kMostMailedBytes = 1 << 20;
+
 /// What connects the ranks of a call. The same on all of them.
 struct Wiring {
   std::vector<int> devices;  // CUDA ordinals, by rank.
@@ -33,8 +37,9 @@ struct Wiring {
   bool is_direct = true;
   /// Without that: a dispatch puts every token into host memory once, for all.
   bool is_broadcast = false;
-  /// Whether small batches may go by mail (packed_exchange.h).
-  bool has_mail = true;
+  /// Bytes of rows that a rank may have for a peer up to which they go by mail
+  /// (packed_exchange.h).
+  int64_t most_mailed_bytes = kMostMailedBytes;
   /// Whether a third GPU may carry what host memory otherwise would.
   bool has_relays = false;
 
