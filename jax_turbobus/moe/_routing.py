@@ -10,7 +10,7 @@ import numpy as np
 from jax_turbobus import _compat
 from jax_turbobus.moe import _matching
 from jax_turbobus.moe._arguments import MOST, check_array, check_integer
-from jax_turbobus.moe._choice import choose_schedule
+from jax_turbobus.moe._choice import GPU_COSTS, choose_schedule
 from jax_turbobus.moe._matching import AxisName, Group
 
 __all__ = ["SCHEDULES", "Routing", "check_arrays", "routing_of"]
@@ -201,6 +201,7 @@ def routing_of(
             num_ranks=num_ranks,
             dtype=dtype,
             schedules=_AUTOMATIC,
+            costs=GPU_COSTS if _compat.has_cuda_devices() else None,
         ).schedule
     return Routing(
         group=group,

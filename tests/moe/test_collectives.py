@@ -1,6 +1,7 @@
 """Exchanges in plain JAX collectives: what ours give, where ours cannot run."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +201,19 @@ def test_gpus_with_peer_access_have_nothing_to_say(monkeypatch, caplog):
         lowered = lowered_for_gpus(monkeypatch, Library(lambda *_: True))
     assert "turbobus_moe_combine" in lowered
     assert not caplog.text
+
+
+def test_auto_weighs_what_gpus_cost_where_there_are_some(monkeypatch):
+    """On CPU devices launches cost more: everything to everybody saves some."""
+    shapes = [(2 * 1024, 1024), (2 * 1024, 2), (2 * 1024, 2), (E, 1024)]
+    dtypes = ["float32", "int32", "float32", "float32"]
+    args = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
+
+    def schedules(has_gpus):
+        monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: has_gpus)
+        layer = jax.jit(on_mesh(scaling_layer(E), make_mesh((2,))))
+        lowered = layer.trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+        return set(re.findall(r"schedule = (\d) : i64", lowered))
+
+    assert schedules(has_gpus=False) == {"1"}
+    assert schedules(has_gpus=True) == {"0"}

@@ -49,6 +49,8 @@ class DeviceBytes {
   explicit DeviceBytes(const Bytes& bytes) : size_(bytes.size()) {
     Allocate();
     (void)cudaMemcpy(data_, bytes.data(), size_, cudaMemcpyDefault);
+    // Our streams do not wait for the one that this is done on.
+    (void)cudaDeviceSynchronize();
   }
   DeviceBytes(int64_t size, int fill) : size_(static_cast<size_t>(size)) {
     Allocate();
