@@ -38,6 +38,13 @@ add_library(turbobus_cuda_moe STATIC ${cuda_moe_sources})
 target_include_directories(turbobus_cuda_moe SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(turbobus_cuda_moe PUBLIC turbobus_cuda_kernels turbobus_moe CUDA::cudart_static)
 
+file(GLOB cuda_transport_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/transport/cuda/*.cc)
+list(FILTER cuda_transport_sources EXCLUDE REGEX "_test\\.cc$")
+add_library(turbobus_cuda_transport STATIC ${cuda_transport_sources})
+target_include_directories(turbobus_cuda_transport SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(turbobus_cuda_transport PUBLIC turbobus_cuda_kernels turbobus_transport
+  CUDA::cudart_static)
+
 # tb_cuda_test(<name> <file> LIBS <library>...): a test that runs on GPUs, and skips itself
 # where there is none.
 function(tb_cuda_test name file)
@@ -52,10 +59,14 @@ if(TURBOBUS_TESTS)
     get_filename_component(stem ${test} NAME_WE)
     tb_cuda_test(moe_cuda_${stem} ${test} LIBS turbobus_cuda_moe)
   endforeach()
+  file(GLOB cuda_engine_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/engine/cuda/*_test.cc)
+  foreach(test IN LISTS cuda_engine_tests)
+    get_filename_component(stem ${test} NAME_WE)
+    tb_cuda_test(engine_cuda_${stem} ${test} LIBS turbobus_engine turbobus_cuda_transport)
+  endforeach()
 endif()
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS
-  ${CMAKE_CURRENT_SOURCE_DIR}/transport/cuda/*.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/cuda/*.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/python/cuda/*.cc)
 list(FILTER cuda_sources EXCLUDE REGEX "_test\\.cc$")
@@ -65,6 +76,6 @@ pybind11_add_module(_cuda ${cuda_sources}
   ${CMAKE_CURRENT_SOURCE_DIR}/python/raise.cc)
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXLIB_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
 target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(_cuda PRIVATE turbobus_cuda_moe turbobus_cuda_kernels turbobus_engine turbobus_moe
+target_link_libraries(_cuda PRIVATE turbobus_cuda_moe turbobus_cuda_transport turbobus_engine turbobus_moe
   turbobus_offload CUDA::cudart_static)
 install(TARGETS _cuda DESTINATION jax_turbobus)
