@@ -8,7 +8,9 @@ Environment: ``JAX_TURBOBUS_DISABLE=1`` (every transfer is one plain copy),
 ``JAX_TURBOBUS_POOLED=0`` (own links only), ``JAX_TURBOBUS_MODE=lock-step``,
 ``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_TRACE=1``, ``JAX_TURBOBUS_PROFILE``
 (a file), ``JAX_TURBOBUS_PEER_ACCESS=0`` (as if no GPU reached another's memory),
-``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks are; default ``/tmp``).
+``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks are; default ``/tmp``),
+``JAX_TURBOBUS_TOPOLOGY`` (a file that names this machine's GPUs by UUID, instead of
+what NVML and sysfs show).
 """
 
 import contextlib
@@ -16,9 +18,12 @@ import logging
 import os
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_turbobus import _profile_file
+
+if TYPE_CHECKING:
+    from jax_turbobus import topology
 
 __all__ = ["Engine", "configured", "engine", "start"]
 
@@ -316,20 +321,57 @@ def _estimated(
 
     found = topology.discover()
     machine = found.topology
-    known = [gpu.uuid.lower().removeprefix("gpu-") for gpu in machine.gpus]
+    named = os.environ.get("JAX_TURBOBUS_TOPOLOGY", "").strip()
+    if named:
+        given = topology.Topology.load(named)
+        if any(gpu.uuid for gpu in given.gpus):
+            return _rates_of(given, uuids, named), found.driver
+        remarks.append(
+            f"JAX_TURBOBUS_TOPOLOGY: {named} has no UUIDs of GPUs: it is for CPU "
+            "devices only"
+        )
+    known = [_bare(gpu.uuid) for gpu in machine.gpus]
     if known != uuids:
         remarks.append(
             f"NVML shows GPUs {known}, CUDA shows {uuids}: all links are taken to be "
             "equal and any GPU may lend its own"
         )
         return {}, found.driver
+    return _rates_of(machine, uuids, "this machine"), found.driver
+
+
+def _bare(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-")
+
+
+def _rates_of(
+    machine: "topology.Topology", uuids: list[str], name: str
+) -> dict[tuple[int, int | None, str], float]:
+    """Returns the rates of a topology's paths, by this process's numbers of GPUs.
+
+    Raises:
+      ValueError: the topology has a GPU that this process does not see.
+    """
+    numbers = []
+    for one in machine.gpus:
+        if _bare(one.uuid) not in uuids:
+            raise ValueError(
+                f"JAX_TURBOBUS_TOPOLOGY: {name} has GPU {one.id!r} with UUID "
+                f"{one.uuid!r}, which this process does not see; it sees "
+                f"{', '.join(uuids)}. Leave the variable out to use what is found"
+            )
+        numbers.append(uuids.index(_bare(one.uuid)))
     directions: tuple[topology.Direction, ...] = ("h2d", "d2h")
     return {
-        (path.gpu, path.relay, direction): path.bandwidth_bytes_per_s
-        for gpu in range(len(uuids))
+        (
+            numbers[path.gpu],
+            None if path.relay is None else numbers[path.relay],
+            direction,
+        ): path.bandwidth_bytes_per_s
+        for gpu in range(len(numbers))
         for direction in directions
         for path in machine.paths(gpu, direction)
-    }, found.driver
+    }
 
 
 def _paths(

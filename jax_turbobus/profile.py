@@ -15,7 +15,14 @@ from typing import Any
 from jax_turbobus import _ffi, _profile_file, gpu
 from jax_turbobus._profile_file import PathRate, Profile
 
-__all__ = ["Profile", "keep", "link_groups", "measure", "smallest_good_block"]
+__all__ = [
+    "Profile",
+    "keep",
+    "link_groups",
+    "measure",
+    "slope",
+    "smallest_good_block",
+]
 
 _MIB = 1 << 20
 _BLOCKS = tuple(n * _MIB for n in (1, 2, 4, 8, 16))
@@ -61,6 +68,24 @@ def smallest_good_block(rates: dict[int, float]) -> int:
     return min(block for block, rate in rates.items() if rate >= _GOOD * best)
 
 
+def slope(size: int, rate: float, larger: int, larger_rate: float) -> float:
+    """Returns what a path carries once it is under way, in bytes per second.
+
+    What it takes to start and to end is the same for both sizes: the difference
+    between them does not have it.
+
+    Args:
+      size: bytes of a transfer.
+      rate: how fast it was, in bytes per second, from its start to its end.
+      larger: bytes of a larger transfer.
+      larger_rate: how fast that was.
+    """
+    time_s = larger / larger_rate - size / rate
+    if time_s <= 0:
+        return larger_rate  # noise
+    return min(max((larger - size) / time_s, larger_rate), 1.1 * larger_rate)
+
+
 def measure(
     *,
     size_bytes: int = 256 * _MIB,
@@ -89,12 +114,19 @@ def measure(
     uuids = [one["uuid"] for one in library.gpus()]
     settings = library.settings()
 
-    def rates(indices: Sequence[int], block: int | None = None) -> list[float]:
+    def rates(
+        indices: Sequence[int], block: int | None = None, size: int = size_bytes
+    ) -> list[float]:
         runs = [
-            library.measure(list(indices), size_bytes, block or most)
-            for _ in range(repeats)
+            library.measure(list(indices), size, block or most) for _ in range(repeats)
         ]
         return [max(run[i] for run in runs) for i in range(len(indices))]
+
+    def rate(path: int) -> float:
+        larger = 2 * size_bytes
+        return slope(
+            size_bytes, rates([path])[0], larger, rates([path], size=larger)[0]
+        )
 
     most = settings["block_bytes"]
     direct = {
@@ -116,7 +148,7 @@ def measure(
                 gpu=uuids[path["gpu"]],
                 relay=None if relay is None else uuids[relay],
                 direction=path["direction"],
-                bytes_per_s=rates([i])[0],
+                bytes_per_s=rate(i),
             )
         )
     progress("pairs of links together")

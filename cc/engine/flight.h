@@ -24,7 +24,7 @@ struct LaneUse {
   int path = 0;
   /// The GPU whose link the bytes cross: the relay, or the GPU itself.
   int link_gpu = 0;
-  /// Tells lanes apart that share a link.
+  /// Tells lanes apart that share a link; null: XLA's own stream.
   const void* lane = nullptr;
   int64_t bytes = 0;
   int num_blocks = 0;

@@ -186,6 +186,7 @@ Status StreamEngine::Launch(const CopyRequest& request, bool is_start,
 
 Status StreamEngine::Join(const FlightPtr& flight, Stream stream) {
   for (const LaneUse& use : flight->uses) {
+    if (use.lane == nullptr && flight->stream == stream) continue;
     TB_RETURN_IF_ERROR(streams_->Wait(stream, use.end));
   }
   return OkStatus();

@@ -303,6 +303,26 @@ TEST(StreamEngineTest, ARunAheadHostStillPoolsEveryTransfer) {
   EXPECT_NEAR(machine.BytesOver(0, 1), 12 * 450 * kKiB, 12 * 8 * kKiB);
 }
 
+TEST(StreamEngineTest, CopiesThatHaveNotBegunKeepNobodyFromTheOwnLink) {
+  // More programs of one GPU, each on a stream of its own, than it has lanes.
+  Machine machine(1);
+  bool is_open = false;
+  const Buffer host = Random(900 * kKiB, 1);
+  std::vector<Buffer> devices(8, Buffer(host.size()));
+  for (Buffer& device : devices) {
+    CopyRequest request = machine.H2d(0, host, device);
+    request.stream = *machine.streams->CreateStream(0);
+    machine.streams->Enqueue(request.stream, [] {}, [&] { return is_open; });
+    ASSERT_EQ(machine.engine->Copy(request), OkStatus());
+  }
+  is_open = true;
+  ASSERT_TRUE(machine.streams->Drain());
+  for (const Buffer& device : devices) ASSERT_EQ(device, host);
+  EXPECT_EQ(machine.engine->stats().num_plain, 0);
+  EXPECT_EQ(machine.engine->stats().num_direct, 8);
+  EXPECT_GT(machine.streams->num_yields, 8 * 10);
+}
+
 TEST(StreamEngineTest, TwoBorrowersGetOneSlotEach) {
   Machine machine(3);
   const Buffer host = Random(900 * kKiB, 1);

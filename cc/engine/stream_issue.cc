@@ -65,7 +65,9 @@ class Issuer {
 Status Issuer::Start(LaneUse& use, Work& work, Stream first) {
   if (work.has_started) return OkStatus();
   work.has_started = true;
-  TB_RETURN_IF_ERROR(streams_.Wait(first, plan_.flight->begin));
+  if (first != plan_.flight->stream) {
+    TB_RETURN_IF_ERROR(streams_.Wait(first, plan_.flight->begin));
+  }
   return streams_.Record(use.link_gpu, use.start, first);
 }
 
@@ -91,7 +93,7 @@ Status Issuer::Mark(LaneUse& use, Stream stream, int64_t bytes) {
 Status Issuer::IssueDirect() {
   const Flight& flight = *plan_.flight;
   LaneUse& use = plan_.flight->uses[0];
-  const Stream stream = plan_.direct->stream;
+  const Stream stream = plan_.direct_stream;
   TB_RETURN_IF_ERROR(Start(use, direct_, stream));
   const int64_t bytes = direct_.blocks[direct_.next];
   TB_RETURN_IF_ERROR(streams_.Copy(stream, flight.dst + direct_.offset,
@@ -189,7 +191,7 @@ Status Issuer::EndRound() {
   std::vector<Leg> legs;
   if (direct_.has_started) {
     legs.push_back(
-        {plan_.flight->gpu, plan_.direct->stream, plan_.direct->round});
+        {plan_.flight->gpu, plan_.direct_stream, plan_.direct_round});
   }
   for (size_t i = 0; i < plan_.relays.size(); ++i) {
     if (!relays_[i].has_started) continue;
@@ -211,8 +213,8 @@ Status Issuer::EndRound() {
 Status Issuer::RecordEnds() {
   // A lane that got no block has an end as well: whoever waits for it must find
   // it recorded.
-  Status result = RecordEnd(plan_.flight->uses[0], direct_,
-                            plan_.direct->stream, plan_.direct->stream);
+  Status result = RecordEnd(plan_.flight->uses[0], direct_, plan_.direct_stream,
+                            plan_.direct_stream);
   for (size_t i = 0; i < plan_.relays.size(); ++i) {
     const RelaySlot& slot = *plan_.relays[i].slots[0];
     const Status status =
@@ -284,7 +286,7 @@ Status Issuer::Run(std::vector<IssueFailure>& failures) {
       failures.push_back({i, refused});
       // The direct lane takes over from the block that was refused. Where its
       // bytes are on their way all the same, they are the same bytes.
-      const Stream stream = plan_.direct->stream;
+      const Stream stream = plan_.direct_stream;
       status = Start(plan_.flight->uses[0], direct_, stream);
       while (!work.is_over() && status.ok()) {
         const int64_t bytes = work.blocks[work.next++];

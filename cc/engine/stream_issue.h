@@ -27,7 +27,10 @@ struct IssuePlan {
   };
 
   FlightPtr flight;
-  DirectLane* direct = nullptr;
+  /// A lane's, or `flight->stream` itself.
+  transport::Stream direct_stream = nullptr;
+  /// Of the lane; lock-step transfers have one.
+  transport::Event direct_round = nullptr;
   int64_t direct_bytes = 0;
   std::vector<Relay> relays;
   /// Of the direct lane; relays have no more than their slots hold.

@@ -70,15 +70,17 @@ StatusOr<std::vector<double>> StreamEngine::Measure(
     flight.src = is_h2d ? host : device;
     flight.dst = is_h2d ? device : host;
     flight.size_bytes = size_bytes;
-    plan.direct = lanes_.PickDirect(path.gpu, path.direction, gate);
-    if (plan.direct == nullptr) return Unavailable("no idle direct lane");
+    DirectLane* const direct =
+        lanes_.PickDirect(path.gpu, path.direction, gate);
+    if (direct == nullptr) return Unavailable("no idle direct lane");
+    plan.direct_stream = direct->stream;
+    plan.direct_round = direct->round;
     plan.direct_block_bytes = plan.relay_block_bytes = block_bytes;
     plan.relay_streams = settings_.relay_streams;
     plan.yield_bytes = settings_.has_yields ? block_bytes : 0;
     const int direct_path = PathIndex(path.gpu, topo::kNoRelay, path.direction);
     plan.direct_bytes = path.is_relay() ? 0 : size_bytes;
-    TB_RETURN_IF_ERROR(
-        AddUse(flight, direct_path, plan.direct, plan.direct_bytes));
+    TB_RETURN_IF_ERROR(AddUse(flight, direct_path, direct, plan.direct_bytes));
     if (path.is_relay()) {
       IssuePlan::Relay relay;
       relay.slots = lanes_.PickSlots(path.relay, path.gpu, path.direction, gate,
@@ -92,7 +94,7 @@ StatusOr<std::vector<double>> StreamEngine::Measure(
       TB_RETURN_IF_ERROR(AddUse(flight, paths[i], relay.slots[0], size_bytes));
       plan.relays.push_back(std::move(relay));
     }
-    plan.direct->user = plan.flight;
+    direct->user = plan.flight;
     for (LaneUse& use : flight.uses) use.is_clean = false;
   }
   for (IssuePlan& plan : plans) {

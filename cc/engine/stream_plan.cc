@@ -118,7 +118,9 @@ StreamEngine::Load StreamEngine::LoadOn(int link_gpu, Direction direction,
             paths_[use.path].bandwidth_bytes_per_s);
       }
       if (left <= 0) continue;
-      (use.lane == lane ? load.fifo_bytes : load.shared_bytes) += left;
+      // Two of XLA's streams (null) are two lanes.
+      (use.lane == lane && lane != nullptr ? load.fifo_bytes
+                                           : load.shared_bytes) += left;
     }
   }
   return load;
@@ -200,9 +202,13 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
     return OkStatus();
   }
   Poll();
-  DirectLane* const direct =
-      lanes_.PickDirect(request.gpu, request.direction, request.stream);
-  if (direct == nullptr) return OkStatus();
+  // A copy's own part may as well be on XLA's stream, where it starts and ends
+  // without waiting for another one.
+  DirectLane* direct = nullptr;
+  if (is_start || settings_.is_lock_step) {
+    direct = lanes_.PickDirect(request.gpu, request.direction, request.stream);
+    if (direct == nullptr) return OkStatus();
+  }
 
   std::vector<int> paths = {direct_path};
   std::vector<sched::SplitLane> split = {
@@ -238,7 +244,8 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   flight.src = static_cast<const std::byte*>(request.src);
   flight.dst = static_cast<std::byte*>(request.dst);
   flight.size_bytes = size;
-  plan.direct = direct;
+  plan.direct_stream = direct == nullptr ? request.stream : direct->stream;
+  plan.direct_round = direct == nullptr ? nullptr : direct->round;
   plan.direct_bytes = shares[0];
   plan.direct_block_bytes =
       std::max(settings_.block_bytes, shares[0] / kMaxBlocks + 1);
@@ -263,9 +270,11 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
     plan.relays.push_back(std::move(part));
   }
   // Nothing can fail any more: take the lanes.
-  direct->user = plan.flight;
-  direct->queued_blocks +=
-      static_cast<int>(shares[0] / plan.direct_block_bytes) + 1;
+  if (direct != nullptr) {
+    direct->user = plan.flight;
+    direct->queued_blocks +=
+        static_cast<int>(shares[0] / plan.direct_block_bytes) + 1;
+  }
   for (const IssuePlan::Relay& part : plan.relays) {
     for (RelaySlot* slot : part.slots) {
       slot->user = plan.flight;

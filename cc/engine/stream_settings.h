@@ -40,12 +40,12 @@ struct StreamSettings {
   /// The paper's slots: one block a lane, then all lanes wait for each other.
   bool is_lock_step = false;
   bool has_yields = true;
-  RelayStreams relay_streams = RelayStreams::kPerLeg;
+  RelayStreams relay_streams = RelayStreams::kPerSlot;
   /// A relay that takes longer than this times what was expected is planned
   /// with at the rate that it showed, until it is on time again.
   double late_factor = 1.25;
-  int64_t direct_latency_ns = 8'000;
-  int64_t relay_latency_ns = 35'000;
+  int64_t direct_latency_ns = 4'000;
+  int64_t relay_latency_ns = 40'000;
   /// Every transfer is one copy on XLA's own stream.
   bool is_disabled = false;
   /// Keeps the time of every block.

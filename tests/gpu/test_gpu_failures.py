@@ -121,6 +121,105 @@ def test_another_process_that_lends_is_respected(tmp_path):
     assert out.split()[-1] == "2"
 
 
+def test_a_process_killed_in_the_middle_of_a_transfer_leaves_nothing(tmp_path):
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def used():
+        return pynvml.nvmlDeviceGetMemoryInfo(handle).used
+
+    victim = (
+        PRELUDE
+        + """
+h = on_host(np.zeros(1 << 30, np.uint8), gpus()[0])
+load = jax.jit(tb.to_device)
+kept = [load(h).block_until_ready() for _ in range(8)]
+print("ready", flush=True)
+while True: kept[1:] = [load(h) for _ in range(7)]
+"""
+    )
+    environ = {"JAX_TURBOBUS_LOCK_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", victim],
+        env={
+            **os.environ,
+            **environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.path.dirname(__file__),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline().strip() == "ready"
+        time.sleep(0.2)
+        before = used()
+        process.send_signal(signal.SIGKILL)
+    # Other tests may be using the GPU, but not to this extent.
+    for _ in range(100):
+        if before - used() > 5 << 30:
+            break
+        time.sleep(0.1)
+    assert before - used() > 5 << 30
+    out = run_python(
+        PRELUDE + "raw = check(); print(raw['num_pooled'], dropped(raw))", **environ
+    )
+    assert "another process" not in out
+
+
+def test_a_profile_that_was_cut_short_is_ignored_and_said(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"format": "jax_turbobus/profile", "version": 1, "driv')
+    out = run_python(
+        PRELUDE + "check(); print(gpu.engine().remarks)",
+        JAX_TURBOBUS_PROFILE=str(path),
+    )
+    assert "is no profile of version" in out
+
+
+def test_a_topology_that_names_another_gpu_is_an_error_with_its_name(tmp_path):
+    path = tmp_path / "topology.json"
+    path.write_text(
+        """{"format": "jax_turbobus/topology", "version": 1, "name": "other",
+        "numa_nodes": [{"id": "numa0"}],
+        "gpus": [{"id": "gpu0", "numa_node": "numa0", "uuid": "GPU-not-here"}],
+        "links": [{"id": "pcie0", "type": "pcie", "a": "numa0", "b": "gpu0",
+        "a_to_b_bytes_per_s": 5e9, "b_to_a_bytes_per_s": 5e9, "latency_ns": 2000}]}"""
+    )
+    out = run_python(
+        PRELUDE.replace("_ffi.register()", "")
+        + """
+try:
+    check()
+except ValueError as error:
+    print("refused:", error)
+""",
+        JAX_TURBOBUS_TOPOLOGY=str(path),
+    )
+    assert "refused: JAX_TURBOBUS_TOPOLOGY" in out
+    assert "GPU-not-here" in out
+
+
+def test_more_bytes_than_host_memory_is_an_error_and_nothing_else():
+    out = run_python(
+        PRELUDE
+        + """
+big = jax.device_put(jax.numpy.zeros(3 << 30, np.uint8), gpus()[0])
+try:
+    jax.block_until_ready(jax.jit(lambda v: tb.to_host(v))(big))
+except Exception as error:
+    print("refused:", type(error).__name__, str(error)[:300])
+del big
+check()
+print("goes on")
+""",
+        # Of pinned host memory, for XLA.
+        XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="2",
+    )
+    assert "refused: " in out
+    assert out.split()[-2:] == ["goes", "on"]
+
+
 def test_a_forked_child_gets_an_error_not_a_hang():
     out = run_python(
         PRELUDE

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from gpu_programs import gpus
 
-from jax_turbobus import _profile_file, profile
+from jax_turbobus import _profile_file, gpu, profile, topology
 from jax_turbobus._profile_file import PathRate, Profile
 from jax_turbobus.commands import top
 
@@ -121,6 +121,18 @@ def test_the_smallest_block_within_one_percent_is_taken():
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there are GPUs")
+def test_a_rate_leaves_out_what_starting_and_ending_take():
+    def rate_of(size):
+        return size / (size / 50e9 + 100e-6)
+
+    small, large = 256 << 20, 512 << 20
+    found = profile.slope(small, rate_of(small), large, rate_of(large))
+    assert found == pytest.approx(50e9)
+    # Noise: the larger one seems to have taken no longer, or as good as.
+    assert profile.slope(small, 20e9, large, 45e9) == 45e9
+    assert profile.slope(small, 30e9, large, 45e9) == pytest.approx(1.1 * 45e9)
+
+
 def test_without_gpus_there_is_nothing_to_measure():
     with pytest.raises(ValueError, match="no CUDA device"):
         profile.measure()
@@ -141,3 +153,42 @@ def test_top_draws_a_line_a_gpu():
     assert "NVLink" in heading
     assert line.count("█") == 10
     assert "process 7" in line
+
+
+def _given_topology(tmp_path, uuids):
+    # gpu0 and gpu1 of the shipped machine, with UUIDs.
+    content = json.loads(topology.Topology.load("2xh200").to_json())
+    for one, uuid in zip(content["gpus"], uuids, strict=True):
+        one["uuid"] = uuid
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_given_topology_is_told_apart_by_uuid(monkeypatch, tmp_path):
+    path = _given_topology(tmp_path, ["GPU-BBBB", "GPU-AAAA"])
+    monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", path)
+    remarks = []
+    rates, _ = gpu._estimated([A, B, "cccc"], remarks)
+    assert remarks == []
+    assert {key for key in rates if key[2] == "h2d"} == {
+        (0, None, "h2d"),
+        (0, 1, "h2d"),
+        (1, None, "h2d"),
+        (1, 0, "h2d"),
+    }
+    assert all(rate > 50e9 for rate in rates.values())
+
+
+def test_a_given_topology_must_not_name_gpus_that_are_not_there(monkeypatch, tmp_path):
+    path = _given_topology(tmp_path, ["GPU-AAAA", "GPU-dddd"])
+    monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", path)
+    with pytest.raises(ValueError, match=r"'gpu1' with UUID 'GPU-dddd'.* aaaa, bbbb"):
+        gpu._estimated([A, B], [])
+
+
+def test_a_topology_without_uuids_is_for_cpu_devices(monkeypatch):
+    monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", "2xh200")
+    remarks = []
+    gpu._estimated([A, B], remarks)
+    assert any("CPU devices only" in remark for remark in remarks)

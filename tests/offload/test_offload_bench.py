@@ -88,8 +88,8 @@ def test_the_programs_of_the_gpu_suite_are_right_on_cpu_devices(engine):
     for case, bound in (
         ("h2d 64 MiB, 8 calls in a row | GB/s", ">= 1.7"),
         ("d2h 4 GiB, a single call | GB/s", ">= 1.95"),
-        ("h2d + d2h of one GPU at once, 1 GiB each, 8 calls in a row", ">= 1.8"),
-        ("both GPUs d2h at once, 1 GiB each, 8 calls in a row", ">= 0.98"),
+        ("h2d + d2h of one GPU at once, 1 GiB each, 4 calls in a row", ">= 1.8"),
+        ("both GPUs d2h at once, 1 GiB each, 4 calls in a row", ">= 0.98"),
         ("fetch of 8 x 256 MiB in a scan", ">= 1.7"),
         ("Adam state, 4 GiB in and out", ">= 1.7"),
         ("donor: matmul loop while it lends", "<= 1.01"),
@@ -119,3 +119,18 @@ def test_noise_is_what_one_program_differs_from_itself_by():
     assert _setup.noise(steady, steady) == 0
     assert _setup.noise(steady, Timing((1.1,) * 9)) == pytest.approx(0.1)
     assert 0 < _setup.noise(Timing((0.9, 1.0, 1.1) * 3), steady) < 0.2
+
+
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch, engine):
+    def interrupted(_):
+        yield _setup.Row.make("first", "GB/s", 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(offload_gpu.CASES, "fetch", interrupted)
+    parser = argparse.ArgumentParser()
+    offload_gpu.add_arguments(parser)
+    rows = offload_gpu.run(
+        parser.parse_args(["--platform", "cpu", "--only", "fetch", "adam"])
+    )
+    assert [row.metric for row in rows] == ["GB/s", "interrupted"]
+    assert rows[-1].failed

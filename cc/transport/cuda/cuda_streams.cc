@@ -69,6 +69,7 @@ Status CudaStreams::PrepareGpu(int gpu) {
   TB_CUDA_RETURN_IF_ERROR(LoadKernels());
   TB_ASSIGN_OR_RETURN(void* const words, AllocateDevice(gpu, kWordsBytes));
   next_word_[gpu] = reinterpret_cast<uint64_t>(words);
+  words_end_[gpu] = next_word_[gpu] + kWordsBytes;
   // Some virtual GPUs do not offer waits on memory.
   if (Driver::Get().stream_batch_mem_op == nullptr) {
     yield_kind_ = YieldKind::kKernel;
@@ -79,7 +80,7 @@ Status CudaStreams::PrepareGpu(int gpu) {
   // wait, a word is waited for without end.
   TB_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(
       words, 0, static_cast<size_t>(kWordsBytes), ToStream(stream)));
-  if (!YieldByWord(stream).ok() ||
+  if (!YieldByWord(gpu, stream).ok() ||
       cudaStreamSynchronize(ToStream(stream)) != cudaSuccess) {
     (void)cudaGetLastError();
     yield_kind_ = YieldKind::kKernel;
@@ -125,15 +126,8 @@ StatusOr<Stream> CudaStreams::CreateStream(int gpu) {
   cudaStream_t stream = nullptr;
   TB_CUDA_RETURN_IF_ERROR(
       cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  auto word = std::make_unique<Word>();
-  {
-    const std::lock_guard lock(mutex_);
-    streams_.emplace_back(gpu, stream);
-    word->address = next_word_[gpu];
-    next_word_[gpu] += kWordStride;
-  }
-  const std::lock_guard lock(words_mutex_);
-  words_[stream] = std::move(word);
+  const std::lock_guard lock(mutex_);
+  streams_.emplace_back(gpu, stream);
   return Stream{stream};
 }
 
@@ -236,14 +230,36 @@ Status CudaStreams::Copy(Stream stream, void* dst, const void* src,
   return OkStatus();
 }
 
-Status CudaStreams::YieldByWord(Stream stream) {
-  Word* word = nullptr;
+StatusOr<CudaStreams::Word*> CudaStreams::WordOf(int gpu, Stream stream) {
   {
     const std::shared_lock lock(words_mutex_);
-    const auto it = words_.find(stream);
-    if (it == words_.end()) return Internal("a stream that is not ours yields");
-    word = it->second.get();
+    const auto it = words_.find({stream, gpu});
+    if (it != words_.end()) return it->second.get();
   }
+  uint64_t address = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (next_word_[gpu] >= words_end_[gpu]) {
+      return ResourceExhausted(
+          "no word is left for another stream to yield by");
+    }
+    address = next_word_[gpu];
+    next_word_[gpu] += kWordStride;
+  }
+  const std::lock_guard lock(words_mutex_);
+  std::unique_ptr<Word>& word = words_[{stream, gpu}];
+  word = std::make_unique<Word>();
+  word->address = address;
+  return word.get();
+}
+
+Status CudaStreams::YieldByWord(int gpu, Stream stream) {
+  const StatusOr<Word*> found = WordOf(gpu, stream);
+  // It copies without a pause then, as XLA itself does.
+  if (found.status().code() == StatusCode::kResourceExhausted)
+    return OkStatus();
+  if (!found.ok()) return found.status();
+  Word* const word = *found;
   const uint32_t value = ++word->value;
   std::array<CUstreamBatchMemOpParams, 2> ops;
   std::memset(ops.data(), 0, sizeof(ops));
@@ -263,7 +279,7 @@ Status CudaStreams::YieldByWord(Stream stream) {
 Status CudaStreams::Yield(int gpu, Stream stream) {
   if (yield_kind_ == YieldKind::kNone) return OkStatus();
   TB_CUDA_RETURN_IF_ERROR(cudaSetDevice(gpu));
-  if (yield_kind_ == YieldKind::kWord) return YieldByWord(stream);
+  if (yield_kind_ == YieldKind::kWord) return YieldByWord(gpu, stream);
   TB_CUDA_RETURN_IF_ERROR(LaunchNothing(ToStream(stream)));
   return OkStatus();
 }

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -73,6 +72,7 @@ class CudaStreams : public Streams {
 
  private:
   /// A word on the stream's GPU that the stream alone writes and waits for.
+  /// XLA's streams get theirs when they first yield.
   struct Word {
     uint64_t address = 0;
     uint32_t value = 0;
@@ -80,7 +80,8 @@ class CudaStreams : public Streams {
 
   CudaStreams() = default;
   Status PrepareGpu(int gpu);
-  Status YieldByWord(Stream stream);
+  Status YieldByWord(int gpu, Stream stream);
+  StatusOr<Word*> WordOf(int gpu, Stream stream);
 
   std::vector<GpuInfo> gpus_;
   YieldKind yield_kind_ = YieldKind::kWord;
@@ -90,10 +91,13 @@ class CudaStreams : public Streams {
   std::vector<std::pair<int, cudaEvent_t>> events_;
   std::map<void*, bool> memory_;  // whether it is on a device
   std::map<int, uint64_t> next_word_;
+  std::map<int, uint64_t> words_end_;
   std::map<int, std::unique_ptr<LenderLock>> locks_;
 
   std::shared_mutex words_mutex_;  // of the map, not of what it holds
-  std::unordered_map<Stream, std::unique_ptr<Word>> words_;
+  /// By stream and GPU: XLA may end a stream, and another GPU's get its
+  /// address.
+  std::map<std::pair<Stream, int>, std::unique_ptr<Word>> words_;
 };
 
 }  // namespace turbobus::transport::cuda

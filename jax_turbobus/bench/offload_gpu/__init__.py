@@ -39,8 +39,8 @@ CASES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "layers": programs.layers,
     "donor": donor,
     "small-behind-large": neighbours.small_behind_large,
-    "host-time": engine.host_time,
     "busy-half": neighbours.busy_half,
+    "host-time": engine.host_time,
     "sweep": engine.sweep,
     "allocators": allocators.allocators,
 }
@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shrink", type=int, default=1, help="divides every size, for trying out"
+    )
+    parser.add_argument(
+        "--limit-s", type=int, default=0, help="start no case after so many seconds"
     )
     parser.add_argument(
         "--least-mib", type=int, default=0, help="smallest transfer of one-way (0)"
@@ -85,14 +88,22 @@ def run(args: argparse.Namespace) -> list[Row]:
         args.most_mib * MIB,
     )
     rows: list[Row] = []
+    began = time.perf_counter()
     for name, case in CASES.items():
         if name not in args.only or name in args.skip:
             continue
         start = time.perf_counter()
+        if args.limit_s and start - began > args.limit_s:
+            _say(f"{name}: not measured: {args.limit_s} s are over")
+            continue
         try:
             for row in case(setup):
                 rows.append(row)
                 _say(_line(row))
+        except KeyboardInterrupt:
+            _say(f"{name}: interrupted; what was measured so far is kept")
+            rows.append(Row.make(name, "interrupted", 0.0, required=">= 1"))
+            break
         except (OSError, RuntimeError, ValueError, TypeError, AssertionError) as error:
             _say(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
             rows.append(Row.make(name, "failed", 0.0, required=">= 1"))

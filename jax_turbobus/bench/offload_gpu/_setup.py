@@ -67,12 +67,22 @@ class Setup:
     shrink: int
     least_bytes: int = 0
     most_bytes: int = 1 << 60
+    _kept: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def host(self, size_bytes: int, device: int = 0, dtype: Any = np.float32) -> Any:
-        """Returns random bytes in pinned host memory."""
-        return jax.device_put(
+        """Returns random bytes in pinned host memory. Not to be donated.
+
+        Up to 1 GiB, the next caller gets the same array: page-locking takes long.
+        """
+        key = size_bytes, device, np.dtype(dtype)
+        if key in self._kept:
+            return self._kept[key]
+        array = jax.device_put(
             self.numbers(size_bytes, dtype), self.sharding(device, "pinned_host")
         )
+        if size_bytes <= GIB:
+            self._kept[key] = array
+        return array
 
     def device(self, size_bytes: int, device: int = 0, dtype: Any = np.float32) -> Any:
         """Returns random bytes in device memory."""
