@@ -1,0 +1,265 @@
+#include "moe/cuda/packed_call.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace turbobus::moe::cuda {
+namespace {
+
+/// Values that ranks swap where rows go by ring: an address, then how many rows
+/// each peer has of this rank's tokens.
+constexpr int kAddress = 0;
+constexpr int kFirstTotal = 1;
+
+/// Rows are unpacked and added up while more come, in so many parts.
+constexpr int64_t kLeastPartBytes = 4 << 20;
+constexpr int64_t kMostParts = 4;
+
+}  // namespace
+
+PackedCall::~PackedCall() {
+  // After an error what was sent here may still be on its way.
+  (void)AwaitReceived();
+  if (mail_ == nullptr) return;
+  auto event = EventPool::Process().Record(caller_.device, caller_.stream);
+  // Without an event the device is lost, and nobody will read or write.
+  if (!event.ok()) return;
+  mail_->AddUser(*event);
+  for (Mail* const mail : mails_) {
+    if (mail != mail_.get()) mail->AddUser(*event);
+  }
+}
+
+Peers<const int32_t> PackedCall::Tables(int64_t offset,
+                                        const int32_t* own) const {
+  Peers<const int32_t> peers;
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    peers.of[r] = r == shape_.rank ? own
+                  : layout_.is_mailed
+                      ? In<const int32_t>(r, offset)
+                      : reinterpret_cast<const int32_t*>(
+                            scratch_.tables + r * layout_.table_bytes +
+                            (offset - layout_.first_table()));
+  }
+  return peers;
+}
+
+Peers<const void> PackedCall::Weights() const {
+  Peers<const void> peers;
+  if (own_.weights == nullptr) return peers;
+  const Peers<const int32_t> tables =
+      Tables(layout_.weights, static_cast<const int32_t*>(own_.weights));
+  for (int r = 0; r < shape_.num_ranks; ++r) peers.of[r] = tables.of[r];
+  return peers;
+}
+
+int64_t PackedCall::Total(int tokens_of, int rows_on) const {
+  return static_cast<int64_t>(visit_.Value(tokens_of, kFirstTotal + rows_on));
+}
+
+Boxes PackedCall::Numbered(uint8_t* rows, const int32_t* index) const {
+  return {.of = SameForAll(rows), .index = index};
+}
+
+Status PackedCall::TakeMail() {
+  auto mail = MailPool::Process().Take(layout_.mail_bytes, caller_.stream);
+  if (!mail.ok()) return visit_.Check(mail.status());
+  mail_ = *std::move(mail);
+  return OkStatus();
+}
+
+Status PackedCall::SwapMail() {
+  TB_RETURN_IF_ERROR(
+      visit_.MeetWith({reinterpret_cast<uint64_t>(mail_.get())}, mail_));
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    mails_.push_back(reinterpret_cast<Mail*>(visit_.Value(r, 0)));
+  }
+  return OkStatus();
+}
+
+Status PackedCall::PostTables() {
+  const int64_t num_slots = layout_.num_slots();
+  uint8_t* const mail = mail_->data();
+  WordCopies copies;
+  copies.Add(own_.expert_ids, mail + layout_.ids, num_slots);
+  copies.Add(own_.positions, mail + layout_.positions, num_slots);
+  if (own_.weights != nullptr) {
+    copies.Add(own_.weights, mail + layout_.weights,
+               num_slots * layout_.weight_words);
+  }
+  return Check(LaunchWordCopies(copies, caller_.stream), "table kernel");
+}
+
+Status PackedCall::ReadTables() {
+  if (layout_.is_mailed) return OkStatus();
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    if (r == shape_.rank) continue;
+    TB_RETURN_IF_ERROR(Check(
+        cudaMemcpyAsync(scratch_.tables + r * layout_.table_bytes,
+                        In<uint8_t>(r, layout_.first_table()),
+                        layout_.table_bytes, cudaMemcpyDefault, caller_.stream),
+        "copy of a peer's tables"));
+  }
+  return OkStatus();
+}
+
+Status PackedCall::SwapTotals(const SharedEvent& counted, const void* address) {
+  TB_RETURN_IF_ERROR(visit_.AwaitOnHost(counted));
+  std::vector<uint64_t> values = {reinterpret_cast<uint64_t>(address)};
+  const auto* totals =
+      reinterpret_cast<const int32_t*>(mail_->data() + layout_.totals);
+  for (int r = 0; r < shape_.num_ranks; ++r) values.push_back(totals[r]);
+  return visit_.MeetWith(std::move(values), nullptr);
+}
+
+Status PackedCall::PullRows(bool is_forward) {
+  const int me = shape_.rank;
+  int64_t own_row = 0;
+  for (int peer = 0; peer < shape_.num_ranks; ++peer) {
+    if (peer == me) continue;
+    // Packed rows are ordered by peer: the tokens' rank, or that of the rows.
+    int64_t peer_row = 0;
+    for (int r = 0; r < me; ++r) {
+      if (r == peer) continue;
+      peer_row += is_forward ? Total(peer, r) : Total(r, peer);
+    }
+    const int64_t num_rows = is_forward ? Total(peer, me) : Total(me, peer);
+    if (num_rows > 0) {
+      auto ring = RingPool::Process().Take(caller_.wiring.devices[peer],
+                                           {caller_.device},
+                                           caller_.wiring.Between(peer, me));
+      if (!ring.ok()) return visit_.Check(ring.status());
+      const cudaEvent_t own_ready = visit_.EventOf(me);
+      TB_RETURN_IF_ERROR(
+          visit_.Check((*ring)->Await(visit_.EventOf(peer), {&own_ready, 1})));
+      Transfer& transfer = transfers_.emplace_back();
+      transfer.peer = peer;
+      transfer.from =
+          reinterpret_cast<const uint8_t*>(visit_.Value(peer, kAddress)) +
+          peer_row * shape_.row_bytes;
+      transfer.to = {scratch_.inbox + own_row * shape_.row_bytes};
+      transfer.size_bytes = num_rows * shape_.row_bytes;
+      transfer.ring = *std::move(ring);
+    }
+    own_row += num_rows;
+  }
+  int64_t most = 0;
+  for (const Transfer& transfer : transfers_) {
+    most = std::max(most, transfer.size_bytes);
+  }
+  num_parts_ = static_cast<int>(
+      std::clamp<int64_t>(most / kLeastPartBytes, 1, kMostParts));
+  for (Transfer& transfer : transfers_) transfer.num_parts = num_parts_;
+  const Status status = Enqueue(transfers_);
+  if (status.ok()) return OkStatus();
+  (void)AwaitReceived();
+  return visit_.Check(status);
+}
+
+Status PackedCall::AwaitReceived() {
+  for (const Transfer& transfer : transfers_) {
+    for (const SharedEvent& event : transfer.received) {
+      TB_RETURN_IF_ERROR(Wait(event.get()));
+    }
+  }
+  return OkStatus();
+}
+
+Status PackedCall::ForParts(const std::function<Status(const Arrived&)>& use) {
+  Arrived arrived;
+  arrived.is_all = false;
+  int64_t first_row[kMaxRanks] = {};
+  for (const Transfer& transfer : transfers_) {
+    first_row[transfer.peer] =
+        (transfer.to[0] - scratch_.inbox) / shape_.row_bytes;
+    arrived.end[transfer.peer] = static_cast<int32_t>(first_row[transfer.peer]);
+  }
+  for (int part = 0; part < num_parts_; ++part) {
+    arrived.is_first = part == 0;
+    for (const Transfer& transfer : transfers_) {
+      const Transfer::Part& here = transfer.parts[part];
+      TB_RETURN_IF_ERROR(Wait(here.event.get()));
+      const int peer = transfer.peer;
+      arrived.begin[peer] = arrived.end[peer];
+      arrived.end[peer] =
+          static_cast<int32_t>(first_row[peer] + here.end / shape_.row_bytes);
+    }
+    TB_RETURN_IF_ERROR(use(arrived));
+  }
+  return OkStatus();
+}
+
+Status PackedCall::PushTokens(const uint8_t* tokens) {
+  Transfer& transfer = transfers_.emplace_back();
+  std::vector<int> readers;
+  std::vector<cudaEvent_t> ready;
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    if (r == shape_.rank) continue;
+    readers.push_back(caller_.wiring.devices[r]);
+    ready.push_back(visit_.EventOf(r));
+    transfer.to.push_back(
+        reinterpret_cast<uint8_t*>(visit_.Value(r, kAddress)) +
+        layout_.InboxOf(r, shape_.rank) * shape_.row_bytes);
+  }
+  if (readers.empty()) {
+    transfers_.clear();
+    return OkStatus();
+  }
+  transfer.from = tokens;
+  transfer.size_bytes = shape_.num_tokens * shape_.row_bytes;
+  auto ring = RingPool::Process().Take(caller_.device, std::move(readers),
+                                       {.kind = Path::Kind::kHost});
+  if (!ring.ok()) return visit_.Check(ring.status());
+  transfer.ring = *std::move(ring);
+  TB_RETURN_IF_ERROR(
+      visit_.Check(transfer.ring->Await(visit_.EventOf(shape_.rank), ready)));
+  const Status status = Enqueue(transfers_);
+  if (transfer.sent != nullptr) {
+    TB_RETURN_IF_ERROR(Wait(transfer.sent.get()));
+  }
+  return visit_.Check(status);
+}
+
+Status PackedCall::EndTransfers() {
+  // By rank: the event after which its memory is not read, or it has all.
+  std::vector<uint64_t> values(shape_.num_ranks);
+  auto keep = std::make_shared<std::vector<SharedEvent>>();
+  for (Transfer& transfer : transfers_) {
+    if (layout_.is_broadcast) {
+      for (size_t i = 0; i < transfer.received.size(); ++i) {
+        const int reader = static_cast<int>(i);
+        values[reader + (reader >= shape_.rank ? 1 : 0)] =
+            reinterpret_cast<uint64_t>(transfer.received[i].get());
+        keep->push_back(transfer.received[i]);
+      }
+    } else {
+      values[transfer.peer] = reinterpret_cast<uint64_t>(transfer.sent.get());
+      keep->push_back(transfer.sent);
+    }
+  }
+  transfers_.clear();
+  TB_RETURN_IF_ERROR(visit_.MeetWith(std::move(values), std::move(keep)));
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    auto* const event =
+        reinterpret_cast<cudaEvent_t>(visit_.Value(r, shape_.rank));
+    if (event != nullptr) TB_RETURN_IF_ERROR(Wait(event));
+  }
+  return OkStatus();
+}
+
+Status PackedCall::NumberTokens(bool is_outgoing) {
+  const NumberArgs args = {
+      .expert_ids = Tables(layout_.ids, own_.expert_ids),
+      .positions = Tables(layout_.positions, own_.positions),
+      .is_outgoing = is_outgoing,
+      .index = is_outgoing ? scratch_.own_index : scratch_.peer_index,
+      .block_counts = scratch_.number_blocks,
+      // The host has to know how many rows it has for others.
+      .totals = is_outgoing
+                    ? reinterpret_cast<int32_t*>(mail_->data() + layout_.totals)
+                    : scratch_.peer_totals,
+  };
+  return Check(LaunchNumber(shape_, args, caller_.stream), "number kernel");
+}
+
+}  // namespace turbobus::moe::cuda

@@ -1,0 +1,126 @@
+#ifndef TURBOBUS_MOE_CUDA_PACKED_CALL_H_
+#define TURBOBUS_MOE_CUDA_PACKED_CALL_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "moe/cuda/events.h"
+#include "moe/cuda/gpu_exchange.h"
+#include "moe/cuda/kernels.h"
+#include "moe/cuda/mail.h"
+#include "moe/cuda/packed_layout.h"
+#include "moe/cuda/transfer.h"
+#include "moe/cuda/visit.h"
+
+namespace turbobus::moe::cuda {
+
+/// One rank's call: what the packed exchanges (packed_exchange.h) are made of,
+/// and themselves. For one host thread. Whatever is enqueued on streams of
+/// rings is over before the caller's stream passes the call.
+class PackedCall {
+ public:
+  PackedCall(const Caller& caller, const PackedLayout& layout, void* scratch)
+      : caller_(caller),
+        shape_(layout.shape),
+        layout_(layout),
+        scratch_(layout, scratch),
+        visit_(caller) {}
+  ~PackedCall();
+  PackedCall(const PackedCall&) = delete;
+  PackedCall& operator=(const PackedCall&) = delete;
+
+  Status Dispatch(const GpuDispatch& call);
+  Status Combine(const GpuCombine& call);
+  Status CombineGrad(const GpuCombineGrad& call);
+
+ private:
+  Status TakeMail();
+  /// Meets; then every rank's mail is known and holds what was enqueued before.
+  Status SwapMail();
+  /// Copies this rank's tables into its mail.
+  Status PostTables();
+  /// Makes the peers' tables readable: in mail, or on the device.
+  Status ReadTables();
+  /// Numbers this rank's tokens for the peers, or theirs for it.
+  Status NumberTokens(bool is_outgoing);
+  /// Meets where the host knows how many of this rank's rows there are.
+  Status SwapTotals(const SharedEvent& counted, const void* address);
+
+  /// The host's part of a ring transfer: from each peer's packed rows into this
+  /// rank's. `is_forward`: rows of the peers' tokens; else of this rank's.
+  Status PullRows(bool is_forward);
+  /// Calls `use` for each part of the pulled rows, on which the caller's stream
+  /// has then waited.
+  Status ForParts(const std::function<Status(const Arrived&)>& use);
+  /// Makes the caller's stream wait for all that is pulled.
+  Status AwaitReceived();
+  /// Every token of this rank into every peer's inbox.
+  Status PushTokens(const uint8_t* tokens);
+  /// Meets; then nobody reads this rank's memory any more, and the caller's
+  /// stream has what it was sent.
+  Status EndTransfers();
+
+  Status BroadcastDispatch(const GpuDispatch& call);
+  Status RingDispatch(const GpuDispatch& call);
+  Status MailDispatch(const GpuDispatch& call);
+  Status Pack(const GpuDispatch& call, const Boxes& outbox, bool for_peers,
+              bool for_own);
+  Status Unpack(const GpuDispatch& call, const Boxes& inbox,
+                const Arrived& arrived = {});
+
+  template <typename T>
+  T* In(int rank, int64_t offset) const {
+    return reinterpret_cast<T*>(mails_[rank]->data() + offset);
+  }
+  template <typename T>
+  Peers<T> InAll(int64_t offset) const {
+    Peers<T> peers;
+    for (int r = 0; r < shape_.num_ranks; ++r) peers.of[r] = In<T>(r, offset);
+    return peers;
+  }
+  /// A table of every rank; `offset`: its place in mail; `own`: this rank's.
+  Peers<const int32_t> Tables(int64_t offset, const int32_t* own) const;
+  Peers<const void> Weights() const;
+  template <typename T>
+  Peers<T> SameForAll(T* pointer) const {
+    Peers<T> peers;
+    for (int r = 0; r < shape_.num_ranks; ++r) peers.of[r] = pointer;
+    return peers;
+  }
+  /// The same box for all peers, rows numbered by `index`.
+  Boxes Numbered(uint8_t* rows, const int32_t* index) const;
+
+  /// Rows that the tokens of one rank have on another, one each.
+  int64_t Total(int tokens_of, int rows_on) const;
+  Status Check(cudaError_t error, const char* what) {
+    return visit_.Check(error, what);
+  }
+  Status Wait(cudaEvent_t event) {
+    return visit_.Check(cudaStreamWaitEvent(caller_.stream, event, 0),
+                        "cudaStreamWaitEvent");
+  }
+
+  const Caller& caller_;
+  const Shape shape_;
+  const PackedLayout layout_;
+  const PackedScratch scratch_;
+  Visit visit_;
+  struct {
+    const int32_t* expert_ids = nullptr;
+    const int32_t* positions = nullptr;
+    const void* weights = nullptr;
+  } own_;  // This rank's tables.
+  std::shared_ptr<Mail> mail_;
+  std::vector<Mail*> mails_;  // By rank; `visit_` keeps them.
+  std::vector<Transfer> transfers_;
+  int num_parts_ = 1;
+};
+
+}  // namespace turbobus::moe::cuda
+
+#endif  // TURBOBUS_MOE_CUDA_PACKED_CALL_H_
