@@ -29,7 +29,7 @@ from jax_turbobus.bench._layer import Layer
 from jax_turbobus.bench._report import Row, alternate
 from jax_turbobus.moe._traffic import ExchangeShape
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "exchanges", "run"]
 
 Exchange = Callable[..., jax.Array]
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
     rows: list[Row] = []
     for size in args.mib.split(","):
-        rows += _exchanges(mesh, float(size), args.rounds)
+        rows += exchanges(mesh, float(size), args.rounds)
     if args.tokens:
         rows += _layers(devices, args)
     return rows
@@ -123,7 +123,21 @@ def _program(
     return lambda: jax.block_until_ready(run(*args))
 
 
-def _exchanges(mesh: Mesh, mib: float, rounds: int) -> list[Row]:
+def exchanges(
+    mesh: Mesh, mib: float, rounds: int, *, prefix: str = "", is_asked: bool = True
+) -> list[Row]:
+    """Returns the times of balanced exchanges.
+
+    Args:
+      mesh: the ranks, along ``"x"``.
+      mib: what a rank sends, itself included: MiB.
+      rounds: measurements of each.
+      prefix: of the rows' case.
+      is_asked: whether the bounds are asked for here.
+
+    Raises:
+      RuntimeError: ours gives another result than the dense all-to-all.
+    """
     num_ranks = mesh.size
     each = max(1, math.ceil(mib * _MIB / _BYTES_OF_ROW / num_ranks))
     num_rows = each * num_ranks
@@ -137,7 +151,7 @@ def _exchanges(mesh: Mesh, mib: float, rounds: int) -> list[Row]:
     if not bool((program(ours, 1)() == program(_dense, 1)()).all()):
         raise RuntimeError("bench ragged: ours differs from the dense all-to-all")
 
-    case = f"{num_ranks} x {mib:g} MiB, rows of 8 KiB"
+    case = f"{prefix}{num_ranks} x {mib:g} MiB, rows of 8 KiB"
     sent = each * (num_ranks - 1) * _BYTES_OF_ROW
     chain = _CHAIN if mib < _LARGE_MIB else _LARGE_CHAIN
     found = alternate(
@@ -148,7 +162,7 @@ def _exchanges(mesh: Mesh, mib: float, rounds: int) -> list[Row]:
     alone = alternate(
         {"ours": program(ours, 1), "dense": program(_dense, 1)}, rounds=rounds
     )
-    is_bound = _is_on_gpus() and mib in (32, 512)
+    is_bound = is_asked and _is_on_gpus() and mib in (32, 512)
     result = [
         Row.make(
             case,

@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jax_turbobus.bench._report import Row
-from jax_turbobus.bench.experts_gpu import layers, links, overlap, skew, steps
+from jax_turbobus.bench.experts_gpu import (
+    drop_in,
+    layers,
+    links,
+    overlap,
+    skew,
+    steps,
+)
 from jax_turbobus.bench.experts_gpu._setup import Setup
 
 __all__ = ["CASES", "add_arguments", "run"]
@@ -25,6 +32,7 @@ __all__ = ["CASES", "add_arguments", "run"]
 CASES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "layers": layers.layers,
     "links": links.links,
+    "drop_in": drop_in.drop_in,
     "skew": skew.skew,
     "overlap": overlap.overlap,
     "steps": steps.steps,
