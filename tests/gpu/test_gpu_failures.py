@@ -240,9 +240,12 @@ os.waitpid(pid, 0)
     assert "CUDA does not survive a fork" in out
 
 
-@pytest.mark.multigpu
-def test_nothing_leaks():
-    count = int(os.environ.get("TURBOBUS_LEAK_CALLS", "2000"))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "visible", ["0", pytest.param("0,1", marks=pytest.mark.multigpu)]
+)
+def test_nothing_leaks(visible):
+    count = int(os.environ.get("TURBOBUS_LEAK_CALLS", "10000"))
     out = run_python(
         PRELUDE
         + f"""
@@ -250,8 +253,8 @@ import os, pynvml
 pynvml.nvmlInit()
 def memory():
     return [pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(i)).used
-            for i in range(2)]
-def rss():
+            for i in range(len(gpus()))]
+def rss():  # with page-locked memory
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 d0 = gpus()[0]
 h = on_host(x[:8 * MIB], d0)
@@ -278,5 +281,6 @@ assert b[2] <= a[2] and b[3] <= a[3] + 64
 assert_same_bytes(out, x[:8 * MIB])
 """,
         timeout_s=300,
+        CUDA_VISIBLE_DEVICES=visible,
     )
     assert "in flight 0" in out

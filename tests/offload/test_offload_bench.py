@@ -54,12 +54,13 @@ class _Engine(gpu.Engine):
             # Of the sizes that `small_behind_large` looks for.
             "recent_transfers": [
                 {
-                    "id": next(self.ids),
+                    "id": (i := next(self.ids)),
                     "size_bytes": size,
                     "started_ns": 0,
-                    "ended_ns": 1_000_000,
+                    "ended_ns": 1_000_000 * i,
                 }
-                for size in (4096, (4 << 30) // 8192)
+                for size, count in ((4096, 3 * 12), ((4 << 30) // 8192, 3))
+                for _ in range(count)
             ],
         }
 
