@@ -52,12 +52,15 @@ class Layer:
         sharding = NamedSharding(mesh, P(case.axis_name))
         return cls(case, mesh, jax.device_put(values, (sharding,) * 4))
 
-    def forward(self, scheme: peers.Peer) -> Callable[[], jax.Array]:
-        """Returns a compiled call of one scheme."""
-        return self._program("forward", scheme, self.mapped(scheme))
+    def forward(self, scheme: peers.Peer, calls: int = 1) -> Callable[[], jax.Array]:
+        """Returns compiled calls of one scheme, which wait for the last one only.
 
-    def forward_backward(self, scheme: peers.Peer) -> Callable[[], Any]:
-        """Returns a compiled call of one scheme and its gradients."""
+        Of several calls each one's way from Python to the devices and back is hidden.
+        """
+        return self._program("forward", scheme, self.mapped(scheme), calls)
+
+    def forward_backward(self, scheme: peers.Peer, calls: int = 1) -> Callable[[], Any]:
+        """Returns compiled calls of one scheme and its gradients, as `forward`."""
         mapped = self.mapped(scheme)
 
         def loss(tokens: Any, weights: Any, scale: Any, ids: Any) -> jax.Array:
@@ -67,17 +70,23 @@ class Layer:
         def grads(tokens: Any, ids: Any, weights: Any, scale: Any) -> Any:
             return jax.grad(loss, (0, 1, 2))(tokens, weights, scale, ids)
 
-        return self._program("forward + backward", scheme, grads)
+        return self._program("forward + backward", scheme, grads, calls)
 
     def _program(
-        self, kind: str, scheme: peers.Peer, function: Any
+        self, kind: str, scheme: peers.Peer, function: Any, calls: int
     ) -> Callable[[], Any]:
         key = kind, scheme
         if key not in self.programs:
             lowered = jax.jit(function).lower(*self.arguments)
             self.programs[key] = lowered.compile()
         compiled = self.programs[key]
-        return lambda: jax.block_until_ready(compiled(*self.arguments))
+
+        def run() -> Any:
+            for _ in range(calls - 1):
+                compiled(*self.arguments)
+            return jax.block_until_ready(compiled(*self.arguments))
+
+        return run
 
     def mapped(self, scheme: peers.Peer) -> Callable[..., jax.Array]:
         """Returns a scheme as a function of the arrays of all ranks."""

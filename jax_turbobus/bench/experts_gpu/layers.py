@@ -41,6 +41,7 @@ def layers(setup: Setup) -> Iterator[Row]:
             only=",".join(_exact(setup)),
             forward_only=False,
             rounds=setup.rounds,
+            in_a_row=8,
             seed=0,
             devices=setup.devices,
             prefix=f"{setup.access}: ",
