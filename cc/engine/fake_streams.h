@@ -63,6 +63,12 @@ class FakeStreams : public transport::Streams {
     }
     return true;
   }
+  /// Lets time pass in which nothing happens.
+  void Sleep(int64_t time_ns) {
+    const std::lock_guard lock(mutex_);
+    now_ns_ += time_ns;
+    for (int gpu = 0; gpu < num_gpus_; ++gpu) time_ns_[gpu] += time_ns;
+  }
   /// Does all that can be done; whether nothing is left.
   bool Drain() {
     while (Step()) {
@@ -200,7 +206,10 @@ class FakeStreams : public transport::Streams {
     if (!a->is_timed || !b->is_timed || a->gpu != b->gpu) {
       return Internal("these events cannot be compared");
     }
-    return b->time_ns - a->time_ns;
+    // As CUDA has it: milliseconds, as a float.
+    const auto milliseconds =
+        static_cast<float>(static_cast<double>(b->time_ns - a->time_ns) / 1e6);
+    return static_cast<int64_t>(static_cast<double>(milliseconds) * 1e6);
   }
   transport::MemoryKind KindOf(const void* pointer) override {
     if (device.contains(pointer)) return transport::MemoryKind::kDevice;

@@ -100,6 +100,7 @@ Status StreamEngine::SetUp(std::vector<std::string> dropped) {
     Epoch& epoch = epochs_[gpu];
     TB_ASSIGN_OR_RETURN(epoch.stream, streams_->CreateStream(gpu));
     TB_ASSIGN_OR_RETURN(epoch.event, streams_->CreateEvent(gpu, true));
+    TB_ASSIGN_OR_RETURN(epoch.next, streams_->CreateEvent(gpu, true));
   }
   SetEpochs();
   stats_.created_ns = streams_->NowNs();

@@ -205,6 +205,7 @@ class StreamEngine {
   void DropPath(int path, const std::string& reason);
   void Say(std::string message);
   void SetEpochs();
+  void RenewEpochs();
 
   const std::unique_ptr<transport::Streams> streams_;
 
@@ -233,11 +234,16 @@ class StreamEngine {
   std::set<int> faults_;
   std::deque<int64_t> handler_ns_;
 
-  /// Where a GPU's clock is on ours: an event and when it was recorded.
+  /// Where a GPU's clock is on ours: an event and when it was recorded. A newer
+  /// one takes over now and then, because CUDA tells times apart by a float: an
+  /// hour from the event its steps are a quarter of a millisecond.
   struct Epoch {
     transport::Stream stream = nullptr;
     transport::Event event = nullptr;
     int64_t time_ns = 0;
+    transport::Event next = nullptr;
+    /// 0: `next` has not been recorded.
+    int64_t next_time_ns = 0;
   };
   std::map<int, Epoch> epochs_;
   std::deque<StreamSpan> spans_;

@@ -78,6 +78,8 @@ class OnDevice {
     EXPECT_EQ(cudaSetDevice(gpu), cudaSuccess);
     EXPECT_EQ(cudaMalloc(&memory_, size), cudaSuccess);
     EXPECT_EQ(cudaMemset(memory_, 0xee, size), cudaSuccess);
+    // Nothing orders that with the engine's streams.
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
   ~OnDevice() { cudaFree(memory_); }
   OnDevice(const OnDevice&) = delete;
@@ -229,6 +231,7 @@ TEST_F(CudaEngineTest, RowsAreFetchedAndStoredWhereTheDeviceSays) {
     for (int32_t i = 0; i < kRows; ++i) {
       ASSERT_CUDA(
           cudaMemcpy(index.data(), &i, sizeof(i), cudaMemcpyHostToDevice));
+      ASSERT_CUDA(cudaDeviceSynchronize());
       RowCopy copy;
       copy.stack = stack.data();
       copy.row = row.data();
