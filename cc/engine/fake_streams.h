@@ -40,6 +40,8 @@ class FakeStreams : public transport::Streams {
   Status copy_error;  // of every later copy
   /// What each GPU copies; GPUs have clocks of their own.
   std::map<int, int64_t> bytes_per_ns;
+  /// What each of a GPU's copies waits for a stranger's first.
+  std::map<int, int64_t> stalls_ns;
   std::atomic<int> num_copies = 0;
   std::atomic<int> num_yields = 0;
 
@@ -164,6 +166,7 @@ class FakeStreams : public transport::Streams {
     Push(stream, [this, gpu = Of(stream)->gpu, dst, src, size_bytes] {
       const auto rate = bytes_per_ns.find(gpu);
       time_ns_[gpu] +=
+          stalls_ns[gpu] +
           size_bytes / (rate == bytes_per_ns.end() ? 50 : rate->second);
       std::memcpy(dst, src, static_cast<size_t>(size_bytes));
     });

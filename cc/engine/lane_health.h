@@ -55,6 +55,35 @@ class Rivalry {
   double busy_ = 0;
 };
 
+/// Whether borrowing a link has gained time, all in all. Blocks cannot be taken
+/// back: where strangers keep the link for longer than a transfer takes, even a
+/// probe waits for them. A relay that has cost more than it gained is left out
+/// until what it cost beyond that is a small part of the time since. Pure; not
+/// thread-safe.
+class LoanBook {
+ public:
+  /// A single accident is forgiven, and forgotten losses are not made up for.
+  static constexpr int64_t kFirstCreditNs = 100'000'000;
+  static constexpr int64_t kMostCreditNs = 1'000'000'000;
+  static constexpr int64_t kPauseFactor = 64;
+
+  /// A transfer that ended at `now_ns` was so much sooner than it would have
+  /// been without the relay; negative: later.
+  void Record(int64_t saved_ns, int64_t now_ns) {
+    credit_ns_ = std::min(credit_ns_ + saved_ns, kMostCreditNs);
+    if (credit_ns_ >= 0) return;
+    paused_until_ns_ =
+        std::max(paused_until_ns_, now_ns - kPauseFactor * credit_ns_);
+    credit_ns_ = 0;
+  }
+
+  bool is_paused(int64_t now_ns) const { return now_ns < paused_until_ns_; }
+
+ private:
+  int64_t credit_ns_ = kFirstCreditNs;
+  int64_t paused_until_ns_ = INT64_MIN;
+};
+
 }  // namespace turbobus::engine
 
 #endif  // TURBOBUS_ENGINE_LANE_HEALTH_H_

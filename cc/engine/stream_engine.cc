@@ -56,7 +56,8 @@ StreamEngine::StreamEngine(std::unique_ptr<Streams> streams,
       settings_(settings),
       lanes_(std::move(lanes)),
       health_(paths_.size()),
-      rivals_(paths_.size()) {}
+      rivals_(paths_.size()),
+      loans_(paths_.size()) {}
 
 StatusOr<std::unique_ptr<StreamEngine>> StreamEngine::Create(
     std::unique_ptr<Streams> streams, std::vector<topo::Path> paths,
@@ -346,7 +347,8 @@ StreamStats StreamEngine::stats() {
     stats.num_guesses_wrong += guesses.predictor.num_wrong();
   }
   for (size_t i = 0; i < health_.size(); ++i) {
-    stats.paths[i].is_backed_off = health_[i].is_backed_off();
+    stats.paths[i].is_backed_off =
+        health_[i].is_backed_off() || loans_[i].is_paused(stats.now_ns);
     stats.paths[i].num_late = health_[i].num_late();
     stats.paths[i].share = health_[i].share();
     stats.paths[i].has_rival = rivals_[i].is_likely();

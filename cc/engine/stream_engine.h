@@ -197,6 +197,8 @@ class StreamEngine {
   void Poll();
   void Finish(const FlightPtr& flight);
   void Judge(const Flight& flight);
+  void Book(const Flight& flight, const TransferRecord& record);
+  double DirectSlowdown(const Flight& flight);
   double OverlapWith(int gpu, const TransferRecord& record);
   int64_t TimeOf(int gpu, transport::Event event);
   void AddSpans(const Flight& flight);
@@ -215,6 +217,7 @@ class StreamEngine {
   StreamLanes lanes_;
   std::vector<LaneHealth> health_;  // by path
   std::vector<Rivalry> rivals_;     // by path
+  std::vector<LoanBook> loans_;     // by path
   StreamStats stats_;
   std::vector<std::string> messages_;
   std::function<void(const std::string&)> log_;

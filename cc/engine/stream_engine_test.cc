@@ -491,6 +491,32 @@ TEST(StreamEngineTest, ALateRelayGetsLessUntilItIsOnTimeAgain) {
   EXPECT_GT(last, 11500 * kKiB);
 }
 
+TEST(StreamEngineTest, ARelayThatCostsMoreThanItGainsIsLeftOut) {
+  Machine machine(3);
+  const Buffer host = Random(24576 * kKiB, 1);
+  Buffer device(host.size());
+  const auto copy = [&] {
+    ASSERT_EQ(machine.engine->Copy(machine.H2d(0, host, device)), OkStatus());
+    ASSERT_TRUE(machine.streams->Drain());
+    ASSERT_EQ(device, host);
+  };
+  machine.streams->bytes_per_ns = {{1, 100}, {2, 100}};
+  copy();
+  EXPECT_GT(machine.BytesOver(0, 1), 0);
+  // At every copy: far longer than any credit covers.
+  machine.streams->stalls_ns[1] = 2'000'000'000;
+  copy();
+  machine.streams->stalls_ns[1] = 0;
+  const int64_t over_1 = machine.BytesOver(0, 1);
+  const int64_t over_2 = machine.BytesOver(0, 2);
+  for (int i = 0; i < 20; ++i) copy();
+  EXPECT_EQ(machine.BytesOver(0, 1), over_1);
+  EXPECT_GT(machine.BytesOver(0, 2), over_2);
+  machine.streams->Sleep(LoanBook::kPauseFactor * 10'000'000'000'000);
+  for (int i = 0; i < 10; ++i) copy();
+  EXPECT_GT(machine.BytesOver(0, 1), over_1);
+}
+
 TEST(StreamEngineTest, AMachineThatIsSlowAsAWholeIsNotTheRelaysFault) {
   Machine machine(2);
   const Buffer host = Random(24576 * kKiB, 1);

@@ -88,7 +88,8 @@ std::vector<int> StreamEngine::UsableRelays(int gpu, Direction direction,
   for (size_t i = 0; i < paths_.size(); ++i) {
     const topo::Path& path = paths_[i];
     if (path.gpu != gpu || path.direction != direction || !path.is_relay() ||
-        !stats_.paths[i].dropped.empty() || rivals_[i].is_likely()) {
+        !stats_.paths[i].dropped.empty() || rivals_[i].is_likely() ||
+        loans_[i].is_paused(streams_->NowNs())) {
       continue;
     }
     // Memory of an allocator that gives peers no access: direct, this time.
@@ -173,11 +174,14 @@ std::vector<int64_t> StreamEngine::Share(
   // leaves it the time.
   for (size_t i = 1; i < lanes.size(); ++i) {
     if (!health_[paths[i]].is_backed_off()) continue;
-    // What it would be late by is not known: it may well be on time again.
+    // What it would be late by is not known: it may well be on time again. By
+    // the rate that it showed it might never be asked again.
+    sched::SplitLane on_time = lanes[i];
+    on_time.bandwidth_bytes_per_s = paths_[paths[i]].bandwidth_bytes_per_s;
     const int64_t probe =
         std::min(settings_.block_bytes, size_bytes / kProbeShare) / 4096 * 4096;
     if (probe < options.min_relay_bytes || probe > shares[0] ||
-        sched::FinishNs(lanes[i], static_cast<double>(probe)) >
+        sched::FinishNs(on_time, static_cast<double>(probe)) >
             sched::FinishNs(lanes[0], static_cast<double>(shares[0] - probe))) {
       continue;
     }

@@ -79,6 +79,7 @@ void StreamEngine::Finish(const FlightPtr& flight) {
   if (settings_.is_traced) AddSpans(*flight);
   Judge(*flight);
   TransferRecord record = RecordOf(*flight);
+  Book(*flight, record);
   for (size_t i = 0; i < paths_.size(); ++i) {
     const topo::Path& path = paths_[i];
     if (path.gpu == flight->gpu && path.direction == flight->direction &&
@@ -109,8 +110,7 @@ void StreamEngine::Finish(const FlightPtr& flight) {
   recent_.push_back(std::move(record));
 }
 
-void StreamEngine::Judge(const Flight& flight) {
-  // Where the direct lane was slow as well, it is not the relay's fault.
+double StreamEngine::DirectSlowdown(const Flight& flight) {
   double slowdown = 1;
   for (const LaneUse& use : flight.uses) {
     if (paths_[use.path].is_relay() || use.bytes < kMinJudgedBytes) continue;
@@ -120,6 +120,36 @@ void StreamEngine::Judge(const Flight& flight) {
                                         static_cast<double>(use.expected_ns));
     }
   }
+  return slowdown;
+}
+
+void StreamEngine::Book(const Flight& flight, const TransferRecord& record) {
+  // Rows of which the GPU's cores copy a part are not timed as a whole.
+  if (flight.uses.size() < 2 || paths_[flight.uses[0].path].is_relay()) return;
+  const LaneUse* last = nullptr;
+  for (const LaneUse& use : flight.uses) {
+    if (!use.is_clean) return;
+    if (last == nullptr ||
+        TimeOf(use.link_gpu, use.end) > TimeOf(last->link_gpu, last->end)) {
+      last = &use;
+    }
+  }
+  const double direct_ns = static_cast<double>(flight.size_bytes) /
+                           paths_[flight.uses[0].path].bandwidth_bytes_per_s *
+                           1e9 * DirectSlowdown(flight);
+  const int64_t saved_ns =
+      static_cast<int64_t>(direct_ns) - (record.ended_ns - record.started_ns);
+  for (const LaneUse& use : flight.uses) {
+    // All have a part in what was gained, who came last in what was lost.
+    if (paths_[use.path].is_relay() && (saved_ns > 0 || &use == last)) {
+      loans_[use.path].Record(saved_ns, streams_->NowNs());
+    }
+  }
+}
+
+void StreamEngine::Judge(const Flight& flight) {
+  // Where the direct lane was slow as well, it is not the relay's fault.
+  const double slowdown = DirectSlowdown(flight);
   for (const LaneUse& use : flight.uses) {
     if (!paths_[use.path].is_relay() || !use.is_clean ||
         use.bytes < std::min(kMinJudgedBytes, settings_.block_bytes)) {

@@ -65,6 +65,8 @@ struct PathStats {
   int64_t num_late = 0;
   /// Of its rate, what strangers leave of it.
   double share = 1;
+  /// Gets a probe at most: strangers keep it busy, or it has cost more than it
+  /// gained.
   bool is_backed_off = false;
   /// The lender is busy itself whenever this GPU is.
   bool has_rival = false;
