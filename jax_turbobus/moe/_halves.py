@@ -11,7 +11,8 @@ What a gradient reads beside that must stay until it is finished, too, and can c
 there in a cotangent only. So a dispatch carries a blank, whose cotangent is its
 slots, as the bits of floats.
 
-Derivatives of derivatives are right, but their exchanges are whole (`_linear`).
+Derivatives of derivatives are right, but their exchanges are whole (`_linear`). So are
+all under `vmap`: it sums cotangents, and copies operands that are mapped otherwise.
 """
 
 import functools
@@ -175,15 +176,15 @@ def start_bring(
     return _start_bring(routing, *_linear.with_rank(routing, *operands))
 
 
-def finish_bring(
-    routing: Routing,
-    handle: Handle,
-    expert_ids: jax.Array,
-    slots: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """Returns ``[num_tokens, hidden]``: the sums of the combine."""
-    return _finish_bring(routing, handle, expert_ids, slots, group_sizes)
+def finish_bring(routing: Routing, handle: Handle, *operands: jax.Array) -> jax.Array:
+    """Returns ``[num_tokens, hidden]``: the sums of the combine.
+
+    Args:
+      routing: of the exchange.
+      handle: of its start.
+      operands: those of `start_bring`, the same arrays.
+    """
+    return _finish_bring(routing, handle, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,31 +214,27 @@ def _start_bring_backward(routing: Routing, residuals: Any, cotangent: Handle) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish_bring(
-    routing: Routing,
-    handle: Handle,
-    expert_ids: jax.Array,
-    slots: jax.Array,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    del group_sizes
-    *operands, sums = handle.linear
-    (sums,) = _finish(routing, (sums,), (*operands, expert_ids, slots))
+def _finish_bring(routing: Routing, handle: Handle, *operands: jax.Array) -> jax.Array:
+    *in_order, sums = handle.linear
+    (sums,) = _finish(routing, (sums,), (*in_order, *operands[2:-1]))
     return sums
 
 
 def _finish_bring_forward(
     routing: Routing, handle: Handle, *operands: jax.Array
 ) -> Any:
-    sums = _finish_bring(routing, handle, *operands)
-    return sums, (*handle.linear[:2], *operands)
+    # The gradient's start has to read the arrays that its finish keeps, which are
+    # residuals of this start. Those in the handle have been put in order since:
+    # to JAX they are others, of which a loop makes copies, and whose own gradients
+    # would be added to what is under way.
+    return _finish_bring(routing, handle, *operands), operands
 
 
 def _finish_bring_backward(
     routing: Routing, residuals: Any, sum_grads: jax.Array
 ) -> Any:
     operands = _linear.with_rank(routing, sum_grads, *residuals)
-    return _start_bring_grad(routing, *operands), None, None, None
+    return _start_bring_grad(routing, *operands), *(None for _ in residuals)
 
 
 _start_bring.defvjp(_start_bring_forward, _start_bring_backward)

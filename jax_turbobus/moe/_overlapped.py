@@ -128,8 +128,7 @@ class _Combining:
     def __init__(self, results: jax.Array, state: DispatchState) -> None:
         self._dtype = results.dtype
         self._routing = state.routing
-        operands = _combine.prepared(results, state)
-        self._plan = operands[2:]
+        self._operands = operands = _combine.prepared(results, state)
         self._is_whole = state.expert_ids.size == 0
         if self._is_whole:
             self.handle = Handle((_linear.bring(self._routing, *operands),))
@@ -139,7 +138,7 @@ class _Combining:
     def finish(self) -> jax.Array:
         sums = self.handle.linear[0]
         if not self._is_whole:
-            sums = _halves.finish_bring(self._routing, self.handle, *self._plan)
+            sums = _halves.finish_bring(self._routing, self.handle, *self._operands)
         return _combine.restored(sums, self._dtype)
 
 

@@ -117,15 +117,14 @@ def start_primitive(
     """
     name = f"{name}_start"
 
-    def lower_whole(ctx: Any, *operands: Any, **params: Any) -> Any:
-        def run(*operands: jax.Array) -> Any:
-            data = list(operands)
-            for i in int_bits:
-                at = NUM_MEETING_OPERANDS + i
-                data[at] = lax.bitcast_convert_type(data[at], jnp.int32)
-            return whole.bind(*data, **params)
+    def bind_whole(*operands: jax.Array, **params: Any) -> Any:
+        data = list(operands)
+        for i in int_bits:
+            at = NUM_MEETING_OPERANDS + i
+            data[at] = lax.bitcast_convert_type(data[at], jnp.int32)
+        return whole.bind(*data, **params)
 
-        return mlir.lower_fun(run)(ctx, *operands)
+    lower_whole = mlir.lower_fun(bind_whole)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         if _devices.why_apart_on_gpus(ctx) is not None:
@@ -133,20 +132,31 @@ def start_primitive(
         # XLA would take a slice that is an operand into one fusion with the call, which
         # then reads an array that nobody keeps until the exchange is finished.
         operands = tuple(_in_flight.barrier(operands))
-        return _in_flight.barrier(
-            _lower_data_to_target(name, ctx, operands, params, not_attributes)
-        )
+        results = _lower_data_to_target(name, ctx, operands, params, not_attributes)
+        # Of two starts alike XLA would make one, for two finishes.
+        _compat.mark_side_effect(results)
+        return _in_flight.barrier(results)
 
-    primitive = _new_primitive(name, out_avals)
+    # Under `vmap` the exchange is whole: it reads copies of what is mapped otherwise,
+    # which nobody could keep for the finish.
+    primitive = _new_primitive(name, out_avals, batched=bind_whole)
     mlir.register_lowering(primitive, lower_whole)
     mlir.register_lowering(primitive, lower_gpu, platform="cuda")
     return primitive
 
 
 def _new_primitive(
-    name: str, out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]]
+    name: str,
+    out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]],
+    batched: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Returns a primitive of ``keys, rank, *data``, without lowerings."""
+    """Returns a primitive of ``keys, rank, *data``, without lowerings.
+
+    Args:
+      name: in a jaxpr.
+      out_avals: as for `exchange_primitive`.
+      batched: what `vmap` makes of it; None: the primitive itself.
+    """
     primitive = Primitive(f"turbobus_moe_{name}")
     primitive.multiple_results = True
 
@@ -171,7 +181,7 @@ def _new_primitive(
             batching.bdim_at_front(x, d, size)
             for x, d in zip(data, data_dims, strict=True)
         ]
-        out = primitive.bind(*meeting, *data, **params)
+        out = (batched or primitive.bind)(*meeting, *data, **params)
         return out, [0] * len(out)
 
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
