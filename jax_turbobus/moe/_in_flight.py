@@ -133,7 +133,8 @@ def _in_order_dce(used: Any, eqn: Any) -> Any:
 batching.primitive_batchers[_in_order_p] = _in_order_batch
 ad.primitive_jvps[_in_order_p] = _in_order_jvp
 ad.primitive_transposes[_in_order_p] = _in_order_transpose
-pe.dce_rules[_in_order_p] = _in_order_dce
+# From JAX 0.12 on, which inputs live stands between the two.
+pe.dce_rules[_in_order_p] = lambda *args: _in_order_dce(args[0], args[-1])
 
 
 def _lower_in_order(*, is_gpu: bool) -> Any:
