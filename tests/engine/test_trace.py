@@ -14,13 +14,6 @@ from jax_turbobus._trace_format import chrome_trace
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def no_engine():
-    jax_turbobus.configure(enabled=False)
-    yield
-    jax_turbobus.configure(enabled=False)
-
-
 def move(num_floats):
     """Moves f32[num_floats] to device 0 inside a jitted program."""
     x = jax.device_put(

@@ -1,0 +1,65 @@
+"""What `configure` refuses, from arguments and from the environment."""
+
+import pytest
+
+import jax_turbobus
+from jax_turbobus import config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topology": "no-such"}, "topology: expected one of"),
+        ({"topology": 3}, "topology: expected a Topology"),
+        ({"topology": "cpu"}, "topology: expected at least one GPU"),
+        ({"emulate": True}, "topology: expected one to emulate, got None"),
+        ({"mode": "fast"}, "mode: expected 'free-running' or 'lock-step'"),
+        ({"block_bytes": 100}, "block_bytes: expected a whole number from 4096 to"),
+        ({"block_bytes": 1e6}, "block_bytes: expected a whole number"),
+        ({"chunk_bytes": 5000}, "chunk_bytes: expected at least block_bytes"),
+        ({"block_bytes": 2**60}, "block_bytes: expected a whole number"),
+        ({"block_bytes": 2**70}, "block_bytes: expected a whole number"),
+        ({"chunk_bytes": 2**65}, "chunk_bytes: expected a whole number"),
+        ({"rate_scale": -1}, "rate_scale: expected a number from 1e-09 to 1e"),
+        ({"rate_scale": 1e9}, r"rate_scale: .* to 9.95e\+04 for topology 'cpu devi"),
+        ({"rate_scale": 1e308}, "rate_scale: expected a number from"),
+        ({"rate_scale": 1e-300}, "rate_scale: expected a number from"),
+        ({"rate_scale": float("nan")}, "rate_scale: expected a number from"),
+        ({"trace": -3}, "trace: expected a whole number from 0"),
+        ({"trace": 2**40}, "trace: expected a whole number from 0"),
+        ({"trace": "/nowhere/at/all.json"}, "trace: expected .* got '/nowhere/at"),
+        ({"trace": "/"}, "trace: expected"),
+        ({"trace": "\0"}, "trace: expected"),
+    ],
+)
+def test_bad_arguments_name_themselves_and_change_nothing(arguments, message):
+    before = jax_turbobus.configure(topology="2xh200")
+    with pytest.raises(ValueError, match=message):
+        jax_turbobus.configure(**arguments)
+    assert config.current() == before
+
+
+@pytest.mark.parametrize("name", ["emulate", "pooled", "enabled"])
+def test_words_are_no_flags(name):
+    with pytest.raises(ValueError, match=f"{name}: expected True or False, got 'no'"):
+        jax_turbobus.configure(topology="2xh200", **{name: "no"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("EMULATE", "perhaps", "JAX_TURBOBUS_EMULATE: expected 1 or 0"),
+        ("BLOCK_BYTES", "16M", "JAX_TURBOBUS_BLOCK_BYTES: expected a whole number"),
+        ("RATE_SCALE", "x", "JAX_TURBOBUS_RATE_SCALE: expected a number"),
+        ("TOPOLOGY", "nowhere", "topology: expected one of"),
+    ],
+)
+def test_a_wrong_variable_names_itself(monkeypatch, variable, value, message):
+    monkeypatch.setenv(f"JAX_TURBOBUS_{variable}", value)
+    with pytest.raises(ValueError, match=message):
+        jax_turbobus.configure()
+
+
+def test_the_largest_rate_scale_named_is_one_that_fits():
+    jax_turbobus.configure(rate_scale=9.95e4)
+    assert jax_turbobus.stats().is_enabled
