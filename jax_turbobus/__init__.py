@@ -25,6 +25,7 @@ def _add_installed_core() -> None:
 
 _add_installed_core()
 
+from jax_turbobus import moe  # noqa: E402
 from jax_turbobus._observe import stats, trace  # noqa: E402
 from jax_turbobus.config import configure, configured  # noqa: E402
 from jax_turbobus.offload import (  # noqa: E402
@@ -42,6 +43,7 @@ __all__ = [
     "configured",
     "device_put",
     "fetch",
+    "moe",
     "overlap",
     "scan_layers",
     "stats",

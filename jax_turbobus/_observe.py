@@ -158,7 +158,8 @@ class Stats:
 def stats() -> Stats:
     """Returns what this process's engine has done, by lane, link and transfer.
 
-    That of `configure` if there is one, else that of the GPUs.
+    That of `configure` if there is one, else that of the GPUs. Where there is neither
+    (plain copies on CPU devices) `is_enabled` is False and nothing is counted.
     """
     engine = config.engine() or gpu.engine()
     if engine is None:

@@ -151,19 +151,21 @@ def configure(
     Args:
       topology: a `Topology`, the name of a shipped one or a file; None: every
         device has a link of its own. CPU device i plays its GPU i.
-      emulate: whether transfers take as long as on these links; needs a topology.
-        Bytes are copied
-        for real; where this machine copies more slowly than the links would,
-        transfers take longer and `stats().num_late_copies` counts it.
-      pooled: whether blocks may go over idle links of other GPUs.
-      mode: ``"free-running"``: each lane goes on when it can; ``"lock-step"``: all
-        lanes take one block and wait for each other.
-      block_bytes: what a lane copies at once, in bytes; at least 4096.
+      emulate: whether transfers take as long as on these links; needs a topology; by
+        default they take what copying takes. Bytes are copied for real; where this
+        machine copies more slowly than the links would, transfers take longer and
+        `stats().num_late_copies` counts it.
+      pooled: whether blocks may go over idle links of other GPUs; by default they
+        may.
+      mode: ``"free-running"``, the default: each lane goes on when it can;
+        ``"lock-step"``: all lanes take one block and wait for each other.
+      block_bytes: what a lane copies at once, in bytes; at least 4096. By default
+        16 MiB.
       chunk_bytes: what a large transfer may have queued on relays at once, in
-        bytes; at least `block_bytes`, or 0: eight blocks.
-      rate_scale: what all rates are multiplied by, to make fast links slow enough
-        for a small machine: 0.01 makes 55 GB/s 0.55 GB/s; from 1e-9 to 1e9, and
-        such that every rate stays between 1 and 1e15 bytes per second.
+        bytes; at least `block_bytes`, or 0, the default: eight blocks.
+      rate_scale: what all rates are multiplied by (by default 1), to make fast links
+        slow enough for a small machine: 0.01 makes 55 GB/s 0.55 GB/s; from 1e-9 to
+        1e9, and such that every rate stays between 1 and 1e15 bytes per second.
       trace: whether `trace` records blocks: True, how many, or the path of a file
         that is written (over what is there) when the engine is taken out or the
         process ends.

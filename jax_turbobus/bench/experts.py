@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--schedule", default="auto", help="ours, as for moe.dispatch")
     parser.add_argument(
-        "--only", default="", help=f"some of the peers: {','.join(_EVERYONE)}"
+        "--only", default="", help=f"time some of the peers: {', '.join(_EVERYONE)}"
     )
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each")

@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         offload_gpu.add_arguments(parser)
         return
     parser.add_argument(
-        "--rounds", type=int, default=11, metavar="N", help="measured rounds (11)"
+        "--rounds", type=int, default=11, metavar="N", help="measured rounds"
     )
     parser.add_argument(
-        "--max-mib", type=int, default=256, metavar="N", help="largest array (256)"
+        "--max-mib", type=int, default=256, metavar="N", help="largest array, MiB"
     )
 
 

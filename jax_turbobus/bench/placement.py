@@ -55,9 +55,11 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what to study."""
     parser.add_argument(
-        "--topology", default=",".join(MACHINES), help="some of these machines"
+        "--topology", default=",".join(MACHINES), help="machines, with commas between"
     )
-    parser.add_argument("--route", default=",".join(ROUTES), help="some of these")
+    parser.add_argument(
+        "--route", default=",".join(ROUTES), help="routings, with commas between"
+    )
     parser.add_argument(
         "--markdown",
         metavar="FILE",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_turbobus.bench import _options, _report
+from jax_turbobus.commands import _help
 
 # name -> one line of help. A suite's module is imported only when asked for.
 SUITES: dict[str, str] = {
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="suite", required=True, metavar="suite", parser_class=_SuiteParser
     )
     for name, text in SUITES.items():
-        suite = suites.add_parser(name, help=text, description=text)
+        suite = suites.add_parser(
+            name, help=text, description=text, formatter_class=_help.Formatter
+        )
         suite.suite = name
         suite.add_argument("--json", metavar="FILE", help="write header and rows here")
         suite.add_argument(

@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"how many devices (default: all GPUs, or {_CPU_DEVICES} CPU devices)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="updates to make")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="updates to make (default: 600)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument(
         "--out",

@@ -24,9 +24,20 @@ _FIXED: dict[str, list[sim.Transfer]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument(
-        "topology", nargs="?", default="2xh200", help=f"{', '.join(names())} or a file"
+        "topology",
+        nargs="?",
+        default="2xh200",
+        metavar="TOPOLOGY",
+        help=f"{', '.join(names())} or a file",
     )
-    parser.add_argument("--workload", choices=[*_FIXED, "bimodal"], default="one")
+    parser.add_argument(
+        "--workload",
+        choices=[*_FIXED, "bimodal"],
+        default="one",
+        help="one: 4 GiB to GPU 0; rounds: A (96 MiB) and B (32 MiB) at once, both to "
+        "GPU 0; neighbours: 64 GiB to GPU 0, and 1 GiB to GPU 1 from 50 ms on; "
+        "bimodal: many large and small transfers to all GPUs",
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
@@ -48,8 +59,12 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps({"topology": topology.name, "policies": report}, indent=1))
         return 0
-    what = "mean of all, large, small" if args.workload == "bimodal" else "each"
+    columns = [t.name or f"to GPU {t.gpu}" for t in transfers]
+    what = "of each transfer"
+    if args.workload == "bimodal":
+        columns, what = ["all", "large", "small"], "mean"
     print(f"{topology.name}, {args.workload}: ms to the last byte, {what}")
+    print(f"{'policy':10s} {'  '.join(f'{name:>10s}' for name in columns)}")
     for name, result in results.items():
         figures: tuple[float, ...] = result.durations_ns
         if args.workload == "bimodal":

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=float, default=1.0, help="seconds between updates"
     )
     parser.add_argument(
-        "--count", type=int, default=0, help="stop after so many updates (0: never)"
+        "--count", type=int, default=0, help="stop after so many updates; 0: never"
     )
 
 

@@ -50,8 +50,11 @@ class Choice:
     schedule: str
     seconds: dict[str, float]
     refused: dict[str, str]
-    volume: Volume
+    volume: Volume = dataclasses.field(repr=False)
     bottleneck: str
+
+    def __str__(self) -> str:
+        return self.explain()
 
     def explain(self) -> str:
         """Returns a few lines for people."""

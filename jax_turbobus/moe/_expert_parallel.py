@@ -43,7 +43,8 @@ def expert_parallel(
         It may close over parameters and be differentiated. Rows that belong to no
         token are zero and what it makes of them is not used, but parameters' gradients
         see them: a function that is not finite at zero spoils those.
-      tokens: ``[num_tokens, hidden]``.
+      tokens: ``[num_tokens, hidden]``, one array: for fp8 rows with their scales, call
+        `dispatch` and `combine`.
       expert_ids: ``int32[num_tokens, top_k]``; ids that are no expert's are masked.
       weights: ``float[num_tokens, top_k]``.
       num_experts: experts of all ranks together. Static.
@@ -54,7 +55,8 @@ def expert_parallel(
       expert_capacity: rows of each local expert, of one chunk. Static.
       schedule: as for `dispatch`. Static.
       valid: ``bool[num_tokens]``.
-      with_overflow: also return how many rows were wanted where some were dropped.
+      with_overflow: also return how many rows were wanted where some were dropped;
+        each rank has its own number.
 
     Returns:
       ``[num_tokens, hidden]`` as `combine` returns it; with `with_overflow`, that and
@@ -72,6 +74,7 @@ def expert_parallel(
 
     Source: ThunderEP's overlap of exchange and experts.
     """
+    _check_one(tokens)
     _routing.check_arrays("expert_parallel", tokens, expert_ids, weights, valid)
     if not callable(expert_fn):
         raise TypeError(
@@ -103,6 +106,20 @@ def expert_parallel(
     if not with_overflow:
         return result
     return result, jnp.stack(overflows).max()
+
+
+def _check_one(tokens: Any) -> None:
+    """Refuses a tree of arrays.
+
+    Raises:
+      TypeError: it is one.
+    """
+    if isinstance(tokens, tuple | dict):
+        raise TypeError(
+            "expert_parallel: tokens: expected one array, got"
+            f" {type(tokens).__name__}; several arrays of a token (fp8 rows and their"
+            " scales) are for moe.dispatch, with the experts and moe.combine after it"
+        )
 
 
 def _checked(expert_fn: Any) -> Any:

@@ -326,8 +326,9 @@ def _read_traffic(
     if array.ndim == 2:
         if num_experts not in (None, array.shape[1]):
             raise ValueError(
-                f"num_experts: expected {array.shape[1]}, the second axis of traffic,"
-                f" got {num_experts}"
+                f"num_experts: expected {array.shape[1]}, the second axis of traffic"
+                f" (numbers of rows, [num_ranks, num_experts]), got {num_experts};"
+                " a sample of ids has shape [num_ranks, num_tokens, top_k]"
             )
         if array.dtype.kind not in "iuf" or not np.all(np.isfinite(array)):
             raise ValueError("traffic: expected finite numbers of rows")

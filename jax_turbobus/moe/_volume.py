@@ -83,10 +83,13 @@ class Volume:
     """
 
     shape: ExchangeShape
-    counts: Counts
-    schedules: dict[str, Traffic]
-    peers: dict[str, Traffic]
-    wiring: Wiring
+    counts: Counts = dataclasses.field(repr=False)
+    schedules: dict[str, Traffic] = dataclasses.field(repr=False)
+    peers: dict[str, Traffic] = dataclasses.field(repr=False)
+    wiring: Wiring = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return self.table()
 
     def __getitem__(self, name: str) -> Traffic:
         return (self.schedules | self.peers)[name]

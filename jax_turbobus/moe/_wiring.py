@@ -76,6 +76,8 @@ class Wiring:
         result = np.zeros(len(self.links))
         paths = self.relay_paths if traffic.name == "relay" else self.paths
         once = traffic.writes_once and matrix is traffic.dispatch
+        # GPUs that reach each other's memory write into it under every schedule.
+        once = once and not self.has_peer_access
         if once and self.uploads is not None and self.downloads is not None:
             paths = self.downloads
             for rank, path in enumerate(self.uploads):

@@ -272,6 +272,16 @@ def test_lists_are_no_arrays(name):
         moe.dispatch(**arrays, num_experts=E, axis_name="x")
 
 
+@pytest.mark.parametrize("tree", [tuple, lambda pair: dict(enumerate(pair))])
+def test_several_arrays_of_a_token_are_for_dispatch(tree):
+    tokens = tree((jnp.ones((T, H)), jnp.ones((T, 1))))
+    ids, weights = jnp.zeros((T, K), jnp.int32), jnp.ones((T, K))
+    with pytest.raises(TypeError, match=r"tokens: expected one array.*moe\.dispatch"):
+        moe.expert_parallel(
+            lambda rows, _: rows, tokens, ids, weights, num_experts=E, axis_name="x"
+        )
+
+
 @pytest.mark.parametrize(
     ("tokens", "part"),
     [

@@ -349,6 +349,7 @@ def test_the_objective_is_the_busiest_link_there_and_back_plus_work():
         (np.ones((4, 8, 2), np.int32), {}, ValueError, "num_experts: expected the num"),
         (np.ones(8), {}, ValueError, "traffic: expected shape"),
         (np.ones((4, 8)), {"num_experts": 9}, ValueError, "num_experts: expected 8"),
+        (np.ones((8, 2), int), {"num_experts": 8}, ValueError, "a sample of ids has"),
         (-np.ones((4, 8)), {}, ValueError, "traffic: expected rows of 0 and more"),
         (np.full((4, 8), np.nan), {}, ValueError, "traffic: expected finite"),
         (

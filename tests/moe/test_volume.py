@@ -255,6 +255,21 @@ def test_broadcast_writes_once_into_shared_memory_and_is_read_by_all():
     assert loads["numa0 memory"] == 4 * rows + 12 * rows
 
 
+def test_broadcast_between_gpus_that_reach_each_other_stays_off_pcie():
+    loads = on("2xh200", num_ranks=2).link_bytes("broadcast")
+    assert all(not load for name, load in loads.items() if "pcie" in name)
+    assert loads["nvlink0-1 gpu0>gpu1"] > 0
+
+
+def test_volumes_and_choices_print_shortly():
+    v = on("4xrtx4090")
+    assert str(v) == v.table()
+    assert len(repr(v)) < 300
+    choice = choose("4xrtx4090")
+    assert str(choice) == choice.explain()
+    assert len(repr(choice)) < 600
+
+
 def test_peer_memory_spares_pcie_and_far_gpus_share_what_joins_sockets():
     nvlink = on("8xh800", num_ranks=8).link_bytes("direct")
     assert all(not load for name, load in nvlink.items() if "pcie" in name)

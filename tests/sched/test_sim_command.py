@@ -21,6 +21,20 @@ def test_sim_prints_every_policy_and_its_json_agrees(capsys):
     assert 1.95 < direct / pooled < 2.01
 
 
+@pytest.mark.parametrize(
+    ("workload", "columns"),
+    [
+        ("one", ["to", "GPU", "0"]),
+        ("rounds", ["A", "B"]),
+        ("bimodal", ["all", "large", "small"]),
+    ],
+)
+def test_sim_says_what_its_columns_are(workload, columns, capsys):
+    assert main(["sim", "2xh200", "--workload", workload]) == 0
+    heading = capsys.readouterr().out.splitlines()[1]
+    assert heading.split() == ["policy", *columns]
+
+
 @pytest.mark.parametrize("name", ["nowhere", "cpu"])
 def test_sim_refuses_machines_it_cannot_simulate(name, capsys):
     assert main(["sim", name]) == 2
