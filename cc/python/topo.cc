@@ -31,7 +31,8 @@ py::object OrNone(double value) {
   return value == 0 ? py::object(py::none()) : py::object(py::float_(value));
 }
 
-// Dictionaries whose keys are the fields of the dataclasses in topology.py.
+// Dictionaries whose keys are the fields of the dataclasses in
+// topology/_parts.py.
 
 py::list Gpus(const Topology& topology) {
   py::list out;
