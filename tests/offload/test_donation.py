@@ -83,10 +83,53 @@ def test_any_order_where_all_is_placed(order):
     check(several(*arguments(NamedSharding(mesh, P("x")))), order)
 
 
-def test_a_stack_is_trained_as_the_docs_say():
-    (code,) = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
+def run_example(section):
+    """Returns what the first example of a section of the docs leaves behind."""
+    text = DOCS.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    code = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[0]
     found = {}
     exec(compile(code, str(DOCS), "exec"), found)
+    return found
+
+
+def test_an_optimizer_lives_on_the_host_as_the_docs_say():
+    optax = pytest.importorskip("optax")
+    found = run_example("An optimizer's state")
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(found["state"])}
+    assert kinds == {"pinned_host"}
+    params = {"w": jnp.ones((64, 64)) / 64}
+    state = optax.adam(1e-2).init(params)
+    for _ in range(3):
+        grads = jax.grad(found["loss"])(params, jnp.ones((16, 64)))
+        updates, state = optax.adam(1e-2).update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for one, other in zip(
+        jax.tree.leaves((found["params"], found["state"])),
+        jax.tree.leaves((params, state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+
+
+def test_a_cache_lives_on_the_host_as_the_docs_say():
+    found = run_example("A cache")
+    cache = {name: jnp.zeros((4, 128, 64)) for name in "kv"}
+    for now in range(3):
+        x = jnp.ones(64)
+        for i in range(4):
+            k = cache["k"][i].at[now].set(x)[: now + 1]
+            v = cache["v"][i].at[now].set(jnp.tanh(x))[: now + 1]
+            cache["k"] = cache["k"].at[i, now].set(x)
+            cache["v"] = cache["v"].at[i, now].set(jnp.tanh(x))
+            x = x + jax.nn.softmax(k @ x / 8) @ v
+    for name in "kv":
+        assert found["cache"][name].sharding.memory_kind == "pinned_host"
+        np.testing.assert_allclose(found["cache"][name], cache[name], rtol=1e-5)
+    np.testing.assert_allclose(found["x"], x, rtol=1e-5)
+
+
+def test_a_stack_is_trained_as_the_docs_say():
+    found = run_example("Training a streamed stack")
 
     def loss(stack, x):
         def layer(x, w):
