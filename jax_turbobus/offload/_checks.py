@@ -22,6 +22,7 @@ __all__ = [
     "check_stack",
     "check_values",
     "devices_of",
+    "named_leaves",
     "space_of",
 ]
 
@@ -42,6 +43,14 @@ def space_of(x: Any) -> Any:
         return jax.typeof(x).memory_space
     kind = x.sharding.memory_kind
     return HOST if kind == "pinned_host" else DEVICE if kind == "device" else None
+
+
+def named_leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of an argument, each with the name that messages call it."""
+    if isinstance(tree, jax.Array):
+        return [(name, tree)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 def check_array(call: str, name: str, x: Any) -> None:
@@ -129,7 +138,9 @@ def check_function(call: str, name: str, f: Any) -> None:
         )
 
 
-def check_out(call: str, x: Any, out: Any, source: str = "x") -> None:
+def check_out(
+    call: str, x: Any, out: Any, source: str = "x", name: str = "out"
+) -> None:
     """Refuses an `out` that the bytes of `x` would not fill exactly.
 
     Args:
@@ -137,25 +148,26 @@ def check_out(call: str, x: Any, out: Any, source: str = "x") -> None:
       x: what goes there.
       out: the argument.
       source: which argument `x` is.
+      name: which argument `out` is.
 
     Raises:
       TypeError: `out` is no array, or its dtype differs.
       ValueError: its memory kind, shape, sharding or mesh axes differ.
     """
-    check_array(call, "out", out)
+    check_array(call, name, out)
     if out is x:
         raise ValueError(
-            f"{call}: argument out is {source} itself; expected another array"
+            f"{call}: argument {name} is {source} itself; expected another array"
         )
-    check_space(call, "out", out, HOST)
+    check_space(call, name, out, HOST)
     if out.dtype != x.dtype:
         raise TypeError(
-            f"{call}: argument out: expected dtype {x.dtype} as {source}, got "
+            f"{call}: argument {name}: expected dtype {x.dtype} as {source}, got "
             f"{out.dtype}; cast {source}, or make out of the same dtype"
         )
     if out.shape != x.shape:
         raise ValueError(
-            f"{call}: argument out: expected shape {x.shape} as {source}, got "
+            f"{call}: argument {name}: expected shape {x.shape} as {source}, got "
             f"{out.shape}"
         )
     if _compat.is_tracer(x) or _compat.is_tracer(out):
@@ -167,7 +179,7 @@ def check_out(call: str, x: Any, out: Any, source: str = "x") -> None:
     if not matches:
         told = str if str(expected) != str(found) else _with_devices
         raise ValueError(
-            f"{call}: argument out: expected the sharding of {source}, "
+            f"{call}: argument {name}: expected the sharding of {source}, "
             f"{told(expected)}, got {told(found)}; make it with jax.device_put(…, "
             f"{source}.sharding.with_memory_kind('pinned_host'))"
         )
@@ -229,7 +241,7 @@ def check_index(call: str, index: Any) -> None:
     _check_alive(call, "i", index)
 
 
-def check_stack(call: str, stack: Any) -> None:
+def check_stack(call: str, stack: Any, name: str = "stack") -> None:
     """Refuses a stack without rows, or split between them.
 
     Raises:
@@ -237,11 +249,11 @@ def check_stack(call: str, stack: Any) -> None:
       ValueError: it is not in host memory, has no rows, rows that do not end on
         a byte, or is sharded along its first axis.
     """
-    check_array(call, "stack", stack)
-    check_space(call, "stack", stack, HOST)
+    check_array(call, name, stack)
+    check_space(call, name, stack, HOST)
     if stack.ndim == 0 or stack.shape[0] == 0:
         raise ValueError(
-            f"{call}: argument stack: expected shape [num_layers, ...] with at least "
+            f"{call}: argument {name}: expected shape [num_layers, ...] with at least "
             f"one layer, got {stack.shape}"
         )
     # While tracing, only a mesh with explicit axes tells how it is split.
@@ -253,7 +265,7 @@ def check_stack(call: str, stack: Any) -> None:
         spec = tuple(sharding.spec)
     if spec and spec[0] is not None:
         raise ValueError(
-            f"{call}: argument stack: its first axis, the layers, must not be "
+            f"{call}: argument {name}: its first axis, the layers, must not be "
             f"sharded, got {jax.sharding.PartitionSpec(*spec)}; shard another axis"
         )
     row = stack.shape[1:]
@@ -262,7 +274,7 @@ def check_stack(call: str, stack: Any) -> None:
     if math.prod(row) * _compat.element_bits(stack.dtype) % 8:
         shard = "" if row == stack.shape[1:] else ", one device's shard of it,"
         raise ValueError(
-            f"{call}: argument stack: a row of {row} {stack.dtype}{shard} does not "
+            f"{call}: argument {name}: a row of {row} {stack.dtype}{shard} does not "
             "end on a byte; pad its last dimension, or shard it otherwise"
         )
 
@@ -272,29 +284,32 @@ def _shard_shape(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sharding.shard_shape(shape))
 
 
-def check_row(call: str, stack: Any, x: Any) -> None:
+def check_row(
+    call: str, stack: Any, x: Any, name: str = "x", stack_name: str = "stack"
+) -> None:
     """Refuses a row that does not fit the stack.
 
     Raises:
       TypeError: it is no array, or its dtype differs.
       ValueError: it is not on the device, or its shape differs.
     """
-    check_array(call, "x", x)
-    check_space(call, "x", x, DEVICE)
+    check_array(call, name, x)
+    check_space(call, name, x, DEVICE)
     if x.dtype != stack.dtype:
         raise TypeError(
-            f"{call}: argument x: expected dtype {stack.dtype} as stack, got {x.dtype}"
+            f"{call}: argument {name}: expected dtype {stack.dtype} as {stack_name}, "
+            f"got {x.dtype}"
         )
     if x.shape != stack.shape[1:]:
         raise ValueError(
-            f"{call}: argument x: expected shape {stack.shape[1:]}, a row of stack "
-            f"{stack.shape}, got {x.shape}"
+            f"{call}: argument {name}: expected shape {stack.shape[1:]}, a row of "
+            f"{stack_name} {stack.shape}, got {x.shape}"
         )
     if _compat.is_tracer(x) or _compat.is_tracer(stack):
         return
     if x.sharding.device_set != stack.sharding.device_set:
         raise ValueError(
-            f"{call}: argument x: expected it on the devices of stack, "
+            f"{call}: argument {name}: expected it on the devices of {stack_name}, "
             f"{devices_of(stack.sharding)}, got {devices_of(x.sharding)}; move it with "
             "jax.device_put"
         )

@@ -14,6 +14,7 @@ from jax_turbobus.offload._checks import (
     check_array,
     check_out,
     check_space,
+    named_leaves,
     space_of,
 )
 from jax_turbobus.offload._define import laid_like
@@ -42,9 +43,10 @@ def to_device(x: Tree) -> Tree:
     Transforms:
       jit, grad (the transpose is `to_host`), vmap, shard_map, scan, checkpoint.
     """
-    if isinstance(x, jax.Array):
-        return _to_device(x)
-    return jax.tree.map(_to_device, x)
+    for name, leaf in named_leaves("x", x):
+        check_array("to_device", name, leaf)
+        check_space("to_device", name, leaf, HOST)
+    return _to_device(x) if isinstance(x, jax.Array) else jax.tree.map(_to_device, x)
 
 
 def to_host(x: Tree, out: Tree | None = None) -> Tree:
@@ -70,10 +72,12 @@ def to_host(x: Tree, out: Tree | None = None) -> Tree:
       jit, grad (the transpose is `to_device`; `out` has no gradient), vmap,
       shard_map, scan, checkpoint.
     """
+    leaves = named_leaves("x", x)
+    for name, leaf in leaves:
+        check_array("to_host", name, leaf)
+        check_space("to_host", name, leaf, DEVICE)
     if out is None:
-        if isinstance(x, jax.Array):
-            return _to_host(x)
-        return jax.tree.map(_to_host, x)
+        return _to_host(x) if isinstance(x, jax.Array) else jax.tree.map(_to_host, x)
     found: Any = jax.tree.structure(out)
     expected: Any = jax.tree.structure(x)
     if found != expected:
@@ -81,6 +85,11 @@ def to_host(x: Tree, out: Tree | None = None) -> Tree:
             f"to_host: argument out: expected a tree like x, {expected}, got {found}"
         )
     check_distinct("to_host", "out", out)
+    # Every leaf before anything is written, as in `store`.
+    for (name, leaf), (out_name, into) in zip(
+        leaves, named_leaves("out", out), strict=True
+    ):
+        check_out("to_host", leaf, into, name, out_name)
     return jax.tree.map(_to_host_into, x, out)
 
 
@@ -114,14 +123,15 @@ def device_put(tree: Tree, space: Any) -> Tree:
         found = space_of(x) if isinstance(x, jax.Array) else None
         if found not in (HOST, DEVICE):
             return jax.device_put(x, space)
-        return x if found is space else move(x)
+        if found is space:
+            return x
+        check_array("device_put", "tree", x)
+        return move(x)
 
     return jax.tree.map(put, tree)
 
 
 def _to_device(x: Any) -> Any:
-    check_array("to_device", "x", x)
-    check_space("to_device", "x", x, HOST)
     if _compat.is_tracer(x):
         _ffi.register()
         return p.h2d_p.bind(x)
@@ -129,8 +139,6 @@ def _to_device(x: Any) -> Any:
 
 
 def _to_host(x: Any) -> Any:
-    check_array("to_host", "x", x)
-    check_space("to_host", "x", x, DEVICE)
     if _compat.is_tracer(x):
         _ffi.register()
         return p.d2h(x)
@@ -138,9 +146,6 @@ def _to_host(x: Any) -> Any:
 
 
 def _to_host_into(x: Any, out: Any) -> Any:
-    check_array("to_host", "x", x)
-    check_space("to_host", "x", x, DEVICE)
-    check_out("to_host", x, out)
     if _compat.is_tracer(x) or _compat.is_tracer(out):
         _ffi.register()
         return p.d2h_into_p.bind(*vary_alike(laid_like(x, jax.typeof(out)), out))

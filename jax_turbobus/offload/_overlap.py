@@ -23,6 +23,7 @@ from jax_turbobus.offload._checks import (
     check_out,
     check_space,
     check_values,
+    named_leaves,
 )
 from jax_turbobus.offload._define import laid_like, row_aval
 from jax_turbobus.offload._programs import compiled_for
@@ -178,12 +179,13 @@ def overlap(
     """
     check_function("overlap", "compute", compute)
     check_values("overlap", "args", args)
-    for leaf in jax.tree.leaves(fetch):
-        check_array("overlap", "fetch", leaf)
-        check_space("overlap", "fetch", leaf, HOST)
-    for leaf in jax.tree.leaves(offload):
-        check_array("overlap", "offload", leaf)
-        check_space("overlap", "offload", leaf, DEVICE)
+    for name, leaf in named_leaves("fetch", fetch):
+        check_array("overlap", name, leaf)
+        check_space("overlap", name, leaf, HOST)
+    leaves = named_leaves("offload", offload)
+    for name, leaf in leaves:
+        check_array("overlap", name, leaf)
+        check_space("overlap", name, leaf, DEVICE)
     if out is not None:
         found: Any = jax.tree.structure(out)
         expected: Any = jax.tree.structure(offload)
@@ -192,7 +194,10 @@ def overlap(
                 "overlap: argument out: expected a tree like offload, "
                 f"{expected}, got {found}"
             )
-        jax.tree.map(lambda x, o: check_out("overlap", x, o, "offload"), offload, out)
+        for (name, leaf), (out_name, into) in zip(
+            leaves, named_leaves("out", out), strict=True
+        ):
+            check_out("overlap", leaf, into, name, out_name)
     check_together(
         "overlap", {"args": args, "fetch": fetch, "offload": offload, "out": out}
     )

@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_distinct, check_together
-from jax_turbobus.offload._checks import check_index, check_row, check_stack
+from jax_turbobus.offload._checks import (
+    check_index,
+    check_row,
+    check_stack,
+    named_leaves,
+)
 from jax_turbobus.offload._define import laid_like, row_aval
 
 __all__ = ["fetch", "laid_out", "row_index", "store", "vary_alike", "vary_over"]
@@ -43,6 +48,12 @@ def fetch(stack: Tree, i: Any) -> Tree:
       jit, vmap, shard_map, scan, checkpoint, grad. The gradient of a stack is a
       whole stack, mostly zeros; in loops over layers use `scan_layers`.
     """
+    stacks = named_leaves("stack", stack)
+    for name, leaf in stacks:
+        check_stack("fetch", leaf, name)
+    check_index("fetch", i)
+    for name, leaf in stacks:
+        check_together("fetch", {name: leaf, "i": i})
     return jax.tree.map(functools.partial(_fetch, i=i), stack)
 
 
@@ -75,30 +86,31 @@ def store(stack: Tree, i: Any, x: Tree) -> Tree:
             f"store: argument x: expected a tree like stack, {expected}, got {found}"
         )
     check_distinct("store", "stack", stack)
+    # All of it before anything is moved: a stack that was written is gone for callers
+    # who get an error instead of a result.
+    pairs = zip(named_leaves("stack", stack), named_leaves("x", x), strict=True)
+    for (stack_name, leaf), (name, row) in pairs:
+        check_stack("store", leaf, stack_name)
+        check_index("store", i)
+        check_row("store", leaf, row, name, stack_name)
+        check_together("store", {stack_name: leaf, "i": i})
     return jax.tree.map(lambda leaf, row: _store(leaf, i, row), stack, x)
 
 
 def _fetch(stack: Any, i: Any) -> Any:
-    check_stack("fetch", stack)
-    check_index("fetch", i)
     if _compat.is_tracer(stack) or _compat.is_tracer(i):
         _ffi.register()
         return p.fetch_p.bind(*vary_alike(stack, row_index(i, stack.shape[0])), axis=0)
-    check_together("fetch", {"stack": stack, "i": i})
     compiled = _compiled_fetch(_row_sharding(stack.sharding, stack.ndim))
     return compiled(stack, row_index(i, stack.shape[0]))
 
 
 def _store(stack: Any, i: Any, x: Any) -> Any:
-    check_stack("store", stack)
-    check_index("store", i)
-    check_row("store", stack, x)
     if any(map(_compat.is_tracer, (stack, i, x))):
         _ffi.register()
         x = laid_like(x, row_aval(jax.typeof(stack), 0))
         operands = vary_alike(stack, row_index(i, stack.shape[0]), x)
         return p.store_p.bind(*operands, axis=0)
-    check_together("store", {"stack": stack, "i": i})
     x = laid_out(x, _row_sharding(stack.sharding, stack.ndim))
     return _compiled_store(stack.sharding)(stack, row_index(i, stack.shape[0]), x)
 

@@ -17,6 +17,7 @@ from jax_turbobus.offload._checks import (
     check_space,
     check_stack,
     check_values,
+    named_leaves,
 )
 from jax_turbobus.offload._define import row_aval
 from jax_turbobus.offload._overlap import Transfer, beside
@@ -63,21 +64,21 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
       docs/offload.md, "Layers".
     """
     check_function("scan_layers", "f", f)
-    leaves = jax.tree.leaves(stack)
+    leaves = named_leaves("stack", stack)
     if not leaves:
         raise ValueError("scan_layers: argument stack: expected arrays, got none")
-    for leaf in leaves:
-        check_stack("scan_layers", leaf)
-    lengths = sorted({leaf.shape[0] for leaf in leaves})
+    for name, leaf in leaves:
+        check_stack("scan_layers", leaf, name)
+    lengths = sorted({leaf.shape[0] for _, leaf in leaves})
     if len(lengths) > 1:
         raise ValueError(
             "scan_layers: argument stack: expected one number of layers, the first "
             f"axis of every leaf; got {lengths}"
         )
     check_values("scan_layers", "x", x)
-    for leaf in jax.tree.leaves(x):
+    for name, leaf in named_leaves("x", x):
         if isinstance(leaf, jax.Array):
-            check_space("scan_layers", "x", leaf, DEVICE)
+            check_space("scan_layers", name, leaf, DEVICE)
     check_together("scan_layers", {"stack": stack, "x": x})
     _ffi.register()
     return compiled_for(_scan_layers, f)(stack, x)

@@ -518,3 +518,51 @@ def test_a_library_for_another_ffi_is_refused_before_jax_sees_it():
         with pytest.raises(ImportError, match="was built against XLA FFI"):
             _ffi.check_api_version("a library", version)
     _ffi.check_api_version("a library", (found[0], 0))
+
+
+def pair(a, b):
+    return {"a": a, "b": b}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: tb.to_device(pair(on_host(), on_device())), "x['b']"),
+        (lambda: tb.to_host(pair(on_device(), on_host())), "x['b']"),
+        (lambda: tb.fetch(pair(on_host(), on_device()), 0), "stack['b']"),
+        (
+            lambda: tb.scan_layers(
+                lambda w, x: x + w["a"].sum() + w["b"].sum(),
+                pair(on_host(), on_device()),
+                on_device(),
+            ),
+            "stack['b']",
+        ),
+        (
+            lambda: tb.overlap(
+                identity, on_device(), offload=pair(on_device(), on_host())
+            ),
+            "offload['b']",
+        ),
+    ],
+    ids=["to_device", "to_host", "fetch", "scan_layers", "overlap"],
+)
+def test_messages_name_the_leaf(call, name):
+    with pytest.raises(ValueError, match=re.escape(f"argument {name}: expected mem")):
+        call()
+
+
+def test_a_store_that_is_refused_leaves_every_stack_as_it_was():
+    stacks = pair(on_host(), on_host())
+    with pytest.raises(
+        ValueError, match=r"argument x\['b'\]: .* a row of stack\['b'\]"
+    ):
+        tb.store(stacks, 0, pair(on_device((32,)), on_device((16,))))
+    assert not any(x.is_deleted() for x in stacks.values())
+
+
+def test_a_transfer_that_is_refused_leaves_every_out_as_it_was():
+    into = pair(on_host(), on_host())
+    with pytest.raises(ValueError, match=r"argument out\['b'\]: .* as x\['b'\]"):
+        tb.to_host(pair(on_device(), on_device((4, 8))), out=into)
+    assert not any(x.is_deleted() for x in into.values())
