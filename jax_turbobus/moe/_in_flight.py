@@ -120,8 +120,9 @@ def _of_nonzero(values: Any, on_gpus: bool) -> list[Any]:
     return [v if type(v) is ad.Zero else next(done) for v in values]
 
 
-def _in_order_dce(used: Any, eqn: Any) -> Any:
+def _in_order_dce(used: Any, *others: Any) -> Any:
     # Without it, a start could stay whose finish nobody uses.
+    eqn = others[-1]  # JAX 0.12 says before it which operands are alive.
     if not any(used):
         return [False] * len(used), None
     keep = [i for i, is_used in enumerate(used) if is_used]

@@ -17,7 +17,11 @@ __all__ = ["row_bytes", "send"]
 
 def row_bytes(parts: Sequence[jax.Array]) -> int:
     """Returns the bytes of a token, of ``[num_tokens, n]`` parts."""
-    return sum(x.shape[1] * x.dtype.itemsize for x in parts)
+    return sum(map(_part_bytes, parts))
+
+
+def _part_bytes(x: jax.Array) -> int:
+    return int(x.shape[1] * x.dtype.itemsize)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -31,35 +35,35 @@ def send(routing: Routing, parts: tuple[jax.Array, ...], expert_ids: jax.Array) 
     """
     packed = jnp.concatenate([_as_bytes(x) for x in parts], axis=1)
     rows, *plan = _linear.send(routing, packed, expert_ids)
-    ends = itertools.accumulate(x.shape[1] * x.dtype.itemsize for x in parts)
+    ends = itertools.accumulate(map(_part_bytes, parts))
     columns = jnp.split(rows, list(ends)[:-1], axis=1)
     return tuple(map(_from_bytes, columns, parts)), *plan
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
+    shape = x.shape[0], _part_bytes(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     bits: jax.Array = lax.bitcast_convert_type(x, jnp.uint8)
-    return bits.reshape(x.shape[0], -1)
+    return bits.reshape(shape)
 
 
 def _from_bytes(rows: jax.Array, like: jax.Array) -> jax.Array:
-    num_rows, dtype = rows.shape[0], like.dtype
+    shape, dtype = (rows.shape[0], like.shape[1]), like.dtype
     if dtype == jnp.bool_:
         return rows.astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        real = jnp.zeros((), dtype).real.dtype
-        parts = _from_bits(rows.reshape(num_rows, like.shape[1], 2, -1), real)
+        parts = _from_bits(rows, (*shape, 2), jnp.zeros((), dtype).real.dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
-    return _from_bits(rows.reshape(num_rows, like.shape[1], -1), dtype)
+    return _from_bits(rows, shape, dtype)
 
 
-def _from_bits(bytes_: jax.Array, dtype: Any) -> jax.Array:
-    if jnp.dtype(dtype).itemsize == 1:
-        bytes_ = bytes_[..., 0]
-    values: jax.Array = lax.bitcast_convert_type(bytes_, dtype)
+def _from_bits(rows: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    size = jnp.dtype(dtype).itemsize
+    bits = rows.reshape(shape if size == 1 else (*shape, size))
+    values: jax.Array = lax.bitcast_convert_type(bits, dtype)
     return values
 
 

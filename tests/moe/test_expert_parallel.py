@@ -128,6 +128,30 @@ def test_chunks_have_second_derivatives_and_batches():
         np.testing.assert_array_equal(got, want)
 
 
+def test_gradients_of_a_loop_over_chunks():
+    """JAX leaves out of loops what nobody uses, by a rule for each primitive."""
+
+    def gradients(num_chunks):
+        one = layer(num_chunks=num_chunks)
+
+        def loop(tokens, *others):
+            def body(x, _):
+                return x + one(tokens, *others), one(x, *others)[:2]
+
+            return jax.lax.scan(body, tokens, length=2)[0]
+
+        mapped = on_mesh(loop, make_mesh())
+        tokens, ids, weights, scale = inputs()
+
+        def loss(tokens, weights, scale):
+            return (mapped(tokens, ids, weights, scale) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(tokens, weights, scale)
+
+    for got, want in zip(gradients(3), gradients(1), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_ragged_dot_and_batched_matmul_agree_with_the_dense_layer():
     tokens, ids, weights, _ = inputs("distinct")
     params = integers((E, H, 24), seed=6, most=2)

@@ -21,6 +21,7 @@ def inputs():
         "flags": integers((R * T, 3), seed=3) > 0,
         "pairs": integers((R * T, 2), seed=4) + 1j * integers((R * T, 2), seed=5),
         "counts": integers((R * T, 7), np.int16, seed=6),
+        "nothing": jnp.zeros((R * T, 0)),
     }
     return ids, integers((R * T, K), seed=7), (values, scales, other)
 
@@ -52,6 +53,21 @@ def test_a_tree_arrives_as_its_arrays_do(options):
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert g.dtype == w.dtype
         np.testing.assert_array_equal(g, w)
+
+
+def test_no_tokens_are_trees_too():
+    def run(ids, weights, tokens):
+        rows, _, state = moe.dispatch(
+            tokens, ids, weights, num_experts=E, axis_name="x", recv_capacity=6
+        )
+        return rows, moe.combine(rows[0], state)
+
+    tokens = (jnp.zeros((0, 4)), jnp.zeros((0, 2), jnp.int16))
+    ids, weights = jnp.zeros((0, K), jnp.int32), jnp.zeros((0, K))
+    rows, combined = on_mesh(run)(ids, weights, tokens)
+    np.testing.assert_array_equal(rows[0], np.zeros((R * 6, 4)))
+    np.testing.assert_array_equal(rows[1], np.zeros((R * 6, 2)))
+    assert combined.shape == (0, 4)
 
 
 def test_gradients_reach_values_and_scales():
