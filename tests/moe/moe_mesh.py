@@ -1,4 +1,4 @@
-"""Meshes, routings and the layer that most exchange tests run."""
+"""Meshes, routings, and the layer and the dispatch that most exchange tests run."""
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +109,30 @@ def on_mesh(layer, mesh, axis_name="x", out_specs=None):
         )(*args)
 
     return run
+
+
+def run_dispatch(ids, num_experts, *, tokens=None, valid=None, mesh=None, **options):
+    """Returns rows, group sizes, wanted rows and overflow of each rank.
+
+    `ids`: ``int32[num_ranks, num_tokens, top_k]``.
+    """
+    num_ranks, num_tokens, top_k = ids.shape
+    if tokens is None:
+        tokens = integers((num_ranks * num_tokens, 160))
+
+    def step(tokens, ids, valid):
+        rows, sizes, state = moe.dispatch(
+            tokens,
+            ids,
+            jnp.ones(ids.shape),
+            num_experts=num_experts,
+            axis_name="x",
+            valid=valid,
+            **options,
+        )
+        return rows[None], sizes[None], state.wanted[None], state.overflow[None]
+
+    if valid is None:
+        valid = np.ones(num_ranks * num_tokens, bool)
+    mapped = jax.jit(on_mesh(step, mesh or make_mesh((num_ranks,))))
+    return map(np.asarray, mapped(tokens, jnp.asarray(ids.reshape(-1, top_k)), valid))

@@ -18,6 +18,13 @@ def moe_layer(tokens, expert_ids, weights, expert_fn, num_experts):
     return total
 
 
+def dense(tokens, expert_ids, weights, scale):
+    """Returns the layer whose expert e scales by ``scale[e]``."""
+    return moe_layer(
+        tokens, expert_ids, weights, lambda e, x: x * scale[e], scale.shape[0]
+    )
+
+
 def rows_wanted(expert_ids, num_experts):
     """Returns for each expert its (rank, token) pairs in order.
 
