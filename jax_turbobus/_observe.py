@@ -114,6 +114,8 @@ class TransferStats:
 class Stats:
     """What the engine has done since `configure`; all zero without an engine.
 
+    `print` shows the links that were used; the fields have everything.
+
     Times are nanoseconds of one clock that starts anywhere.
 
     Attributes:
@@ -149,6 +151,28 @@ class Stats:
     lanes: tuple[LaneStats, ...] = ()
     links: tuple[LinkStats, ...] = ()
     recent_transfers: tuple[TransferStats, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the sums and a table of the links that were used."""
+        if not self.is_enabled:
+            return "no engine: transfers are plain copies, and nothing is counted"
+        counts = {
+            "transfers": self.num_completed,
+            "in flight": self.num_in_flight,
+            "failed": self.num_failed,
+            "cancelled": self.num_cancelled,
+            "blocks issued again": self.num_reissued_blocks,
+        }
+        told = (f"{n} {what}" for what, n in counts.items() if n or what == "transfers")
+        lines = [f"{', '.join(told)}; {self.num_completed_bytes / 2**20:.4g} MiB"]
+        used = [link for link in self.links if link.num_blocks]
+        width = max((len(link.name) for link in used), default=0)
+        lines += [
+            f"  {link.name:{width}}  {link.num_bytes / 2**20:10.4g} MiB"
+            f"  busy {link.busy_ns * 1e-6:10.4g} ms"
+            for link in used
+        ]
+        return "\n".join(lines)
 
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that crossed each link and direction that was used."""

@@ -38,7 +38,11 @@ class ExchangeStats:
 
 
 def exchange_stats() -> list[ExchangeStats]:
-    """Returns what exchanges that are complete have moved, one entry for each kind."""
+    """Returns what exchanges that are complete have moved, one entry for each kind.
+
+    Of ranks on CPU devices of one process: exchanges on GPUs, and those of several
+    processes, are not counted.
+    """
     return [
         ExchangeStats(
             op=kind["op"],

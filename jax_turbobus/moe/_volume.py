@@ -92,7 +92,10 @@ class Volume:
         return self.table()
 
     def __getitem__(self, name: str) -> Traffic:
-        return (self.schedules | self.peers)[name]
+        schemes = self.schedules | self.peers
+        if name not in schemes:
+            raise KeyError(f"expected one of {', '.join(schemes)}, got {name!r}")
+        return schemes[name]
 
     def link_bytes(self, name: str) -> dict[str, float]:
         """Returns the bytes that a scheme puts on each link, by link name.

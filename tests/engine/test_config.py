@@ -39,6 +39,7 @@ def test_without_configure_there_is_no_engine():
     assert not config.current().is_enabled
     assert not jax_turbobus.stats().is_enabled
     assert jax_turbobus.stats().lanes == ()
+    assert str(jax_turbobus.stats()).startswith("no engine")
 
 
 def test_transfers_under_jit_go_over_the_emulated_links():
@@ -67,6 +68,9 @@ def test_without_a_topology_every_device_has_a_link_of_its_own(mode):
     stats = jax_turbobus.stats()
     assert len(stats.lanes) == 2 * jax.local_device_count()
     assert stats.bytes_by_link() == {"memory0 numa0>cpu0": 4 * MIB}
+    heading, link = str(stats).splitlines()
+    assert heading == f"{stats.num_completed} transfers; 4 MiB"
+    assert link.split()[:5] == ["memory0", "numa0>cpu0", "4", "MiB", "busy"]
 
 
 def test_a_device_that_the_topology_has_no_gpu_for_is_an_error_that_names_it():

@@ -261,6 +261,11 @@ def test_broadcast_between_gpus_that_reach_each_other_stays_off_pcie():
     assert loads["nvlink0-1 gpu0>gpu1"] > 0
 
 
+def test_an_unknown_scheme_is_told_the_known_ones():
+    with pytest.raises(KeyError, match="expected one of packed, .*, got 'nccl'"):
+        on("4xrtx4090")["nccl"]
+
+
 def test_volumes_and_choices_print_shortly():
     v = on("4xrtx4090")
     assert str(v) == v.table()
