@@ -262,7 +262,7 @@ def test_broadcast_between_gpus_that_reach_each_other_stays_off_pcie():
 
 
 def test_an_unknown_scheme_is_told_the_known_ones():
-    with pytest.raises(KeyError, match="expected one of packed, .*, got 'nccl'"):
+    with pytest.raises(KeyError, match=r"expected one of packed, .*, got 'nccl'"):
         on("4xrtx4090")["nccl"]
 
 
