@@ -9,24 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from moe_mesh import make_mesh
+from ragged_mesh import RANKS, mapped
 from ragged_reference import plan, slow, slow_gradients, values
 
 from jax_turbobus.moe import _ragged, _ragged_primitive, ragged_all_to_all
 
-RANKS = 4
-MESH = jax.sharding.Mesh(np.array(jax.devices()[:RANKS]), ("x",))
+MESH = make_mesh()
 
 
 def run(operand, output, fields, **kwargs):
     """Arrays have the rank in front."""
-    kwargs = {"axis_name": "x"} | kwargs
-
-    def per_rank(*args):
-        return ragged_all_to_all(*(a[0] for a in args), **kwargs)[None]
-
-    f = jax.jit(jax.shard_map(per_rank, mesh=MESH, in_specs=P("x"), out_specs=P("x")))
-    args = (operand, output, *fields)
-    return f(*(jax.device_put(x, NamedSharding(MESH, P("x"))) for x in args))
+    f = functools.partial(ragged_all_to_all, **({"axis_name": "x"} | kwargs))
+    return mapped(f, MESH)(operand, output, *fields)
 
 
 def good():
