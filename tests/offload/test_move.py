@@ -15,7 +15,7 @@ from jax_turbobus import offload
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-# int1, uint1 and the 6-bit floats are refused (test_bad_input.py).
+# int1, uint1 and the 6-bit floats are refused (test_refusals.py).
 DTYPES = [
     "bool",
     "int2",
