@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
       RuntimeError: a step failed.
+      BrokenPipeError: nobody reads what is printed.
     """
     missing = [m for m in ("matplotlib", "optax") if not importlib.util.find_spec(m)]
     if missing:
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
             args.devices or (_EMULATED_DEVICES if args.emulate else _CPU_DEVICES)
         )
         session.run(session.from_arguments(args))
+    except BrokenPipeError:
+        raise  # nobody reads any more: `main` ends quietly
     except (ValueError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
