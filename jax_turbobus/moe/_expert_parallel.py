@@ -135,13 +135,18 @@ def _check_results(results: Any, rows: jax.Array) -> None:
     """Refuses what `expert_fn` may not return.
 
     Raises:
-      TypeError: no array.
+      TypeError: no array of numbers.
       ValueError: not one row for each of `rows`.
     """
     if not isinstance(results, jax.Array | np.ndarray):
         raise TypeError(
             "expert_parallel: expert_fn: expected it to return an array, one row for"
             f" each of its rows, got {type(results).__name__}"
+        )
+    if not jnp.issubdtype(results.dtype, jnp.number):
+        raise TypeError(
+            "expert_parallel: expert_fn: expected it to return numbers, which can be"
+            f" added up, got dtype {results.dtype}"
         )
     if results.ndim != rows.ndim or results.shape[:-1] != rows.shape[:-1]:
         expected = ", ".join(map(str, rows.shape[:-1]))

@@ -104,7 +104,10 @@ class _Dispatching:
         tokens = _in_flight.anchor(operands.tokens, closed_over)
         self._operands = operands._replace(tokens=tokens)
         self._is_whole = (
-            tokens.dtype.name not in _exchange.SUMMABLE or operands.expert_ids.size == 0
+            tokens.dtype.name not in _exchange.SUMMABLE
+            or operands.expert_ids.size == 0
+            # A slot of -1, as a float, is NaN (`_halves`).
+            or jax.config.jax_debug_nans
         )
         if self._is_whole:
             results = _linear.send(operands.routing, *self._operands.sent)

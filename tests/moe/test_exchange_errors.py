@@ -236,6 +236,7 @@ def test_a_timeout_must_be_positive(seconds):
         ({"num_chunks": True}, TypeError, "num_chunks: expected a Python integer"),
         ({"expert_fn": None}, TypeError, "expert_fn: expected a function"),
         ({"expert_fn": lambda r, _: (r, r)}, TypeError, "return an array, one row"),
+        ({"expert_fn": lambda r, _: r > 0}, TypeError, "expert_fn: expected it to"),
         ({"expert_fn": lambda r, _: r[:3]}, ValueError, "hidden] for rows of shape"),
         ({"axis_name": "y"}, ValueError, "'y' is not an axis"),
     ],

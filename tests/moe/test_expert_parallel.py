@@ -152,6 +152,28 @@ def test_gradients_of_a_loop_over_chunks():
         np.testing.assert_array_equal(got, want)
 
 
+def test_masked_choices_are_no_nan_to_jax_debug_nans():
+    """Gradients carry slots as the bits of floats."""
+    ids = jnp.full((R * 2, 1), -1)
+    args = (jnp.ones((R * 2, 4)), ids, jnp.ones((R * 2, 1)))
+
+    def run(tokens, ids, weights):
+        return moe.expert_parallel(
+            lambda rows, _: rows * 2,
+            tokens,
+            ids,
+            weights,
+            num_experts=R,
+            axis_name="x",
+            num_chunks=2,
+        )
+
+    mapped = on_mesh(run, make_mesh())
+    with jax.debug_nans(True):
+        grads = jax.grad(lambda x: mapped(x, *args[1:]).sum())(args[0])
+    assert not np.asarray(grads).any()
+
+
 def test_ragged_dot_and_batched_matmul_agree_with_the_dense_layer():
     tokens, ids, weights, _ = inputs("distinct")
     params = integers((E, H, 24), seed=6, most=2)
