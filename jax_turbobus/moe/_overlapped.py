@@ -107,7 +107,7 @@ class _Dispatching:
             tokens.dtype.name not in _exchange.SUMMABLE
             or operands.expert_ids.size == 0
             # A slot of -1, as a float, is NaN (`_halves`).
-            or jax.config.jax_debug_nans
+            or jax.config.jax_debug_nans  # type: ignore[attr-defined]
         )
         if self._is_whole:
             results = _linear.send(operands.routing, *self._operands.sent)
