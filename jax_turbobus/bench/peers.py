@@ -23,7 +23,17 @@ from jax import lax
 
 from jax_turbobus.moe._traffic import ExchangeShape
 
-__all__ = ["DROPPING", "EXACT", "Case", "Peer", "dense", "ragged", "scale_rows"]
+__all__ = [
+    "DROPPING",
+    "EVERYONE",
+    "EXACT",
+    "Case",
+    "Peer",
+    "chosen",
+    "dense",
+    "ragged",
+    "scale_rows",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,3 +396,10 @@ DROPPING: dict[str, Peer] = {
     "capacity_scatter": capacity_scatter,
     "gshard_einsum": gshard_einsum,
 }
+EVERYONE = {**EXACT, **DROPPING}
+
+
+def chosen(only: str) -> dict[str, Peer]:
+    """Returns the peers that `only` names, separated by commas; empty: everyone."""
+    names = only.split(",") if only else list(EVERYONE)
+    return {name: EVERYONE[name] for name in names}

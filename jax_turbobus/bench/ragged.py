@@ -24,7 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import moe
-from jax_turbobus.bench import _options, experts, peers, routing
+from jax_turbobus.bench import _options, peers, routing
+from jax_turbobus.bench._devices import bench_devices
 from jax_turbobus.bench._layer import Layer
 from jax_turbobus.bench._report import Row, alternate
 from jax_turbobus.moe._traffic import ExchangeShape
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         _options.check_number("--mib", size, "positive numbers", most=1 << 20)
     _options.check_whole("--rounds", args.rounds, 1)
     _options.check_whole("--tokens", args.tokens, 0)
-    devices = experts.bench_devices()
+    devices = bench_devices()
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
     rows: list[Row] = []
     for size in args.mib.split(","):

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from jax_turbobus import moe
 from jax_turbobus.__main__ import main
-from jax_turbobus.bench import _layer, experts, peers, routing
+from jax_turbobus.bench import _layer, peers, routing
+from jax_turbobus.bench._experts_bounds import best_bound
 from jax_turbobus.moe._traffic import PEERS, ExchangeShape
 
 RANKS = 4
@@ -162,10 +163,10 @@ def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
     parser_args = type("Args", (), {"route": "uniform", "only": ""})()
     shape = ExchangeShape(1024, 1024, 32, 2, 4, "float32")
     case = peers.Case(shape=shape, recv_capacity=2560)
-    assert experts._bound(case, "1.25", "forward", parser_args) == "<= 0.3"
-    assert experts._bound(case, "dropless", "both", parser_args) == "<= 0.65"
+    assert best_bound(case, "1.25", "forward", parser_args) == "<= 0.3"
+    assert best_bound(case, "dropless", "both", parser_args) == "<= 0.65"
     other = peers.Case(shape=ExchangeShape(64, 64, 8, 2, 4), recv_capacity=160)
-    assert experts._bound(other, "1.25", "forward", parser_args) is None
+    assert best_bound(other, "1.25", "forward", parser_args) is None
 
 
 @pytest.mark.parametrize("schedule", ["packed", "broadcast", "direct"])
