@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/status.h"
+#include "engine/live_page.h"
 #include "engine/stats.h"
 #include "sched/scheduler.h"
 #include "transport/transport.h"
@@ -43,6 +45,8 @@ struct Options {
   Labels labels{};
   /// Blocks and transfers that the trace keeps, newest first; 0: no trace.
   int64_t trace_capacity = 0;
+  /// Whether other processes may look on (live_page.h).
+  std::optional<LivePage::Kind> live_kind{};
 };
 
 /// One control thread that drives a `Scheduler` over a `Transport`.

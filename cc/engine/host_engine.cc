@@ -112,7 +112,9 @@ StatusOr<HostEngine> CreateHostEngine(const topo::Topology& topology,
                         : transport::host::UnlimitedLinks(num_lanes);
   Options engine_options{
       .labels = MakeLabels(topology, plan.paths, options.rate_scale),
-      .trace_capacity = options.trace_capacity};
+      .trace_capacity = options.trace_capacity,
+      .live_kind = options.is_emulated ? LivePage::Kind::kEmulated
+                                       : LivePage::Kind::kHost};
   sched::Config config;
   config.mode = options.mode;
   if (!options.is_emulated) config.late_factor = kNeverLate;

@@ -87,18 +87,40 @@ Recorder::Recorder(const std::vector<topo::Path>& paths, double late_factor,
   }
   lane_busy_.resize(stats_.lanes.size());
   link_busy_.resize(stats_.links.size());
+  if (options.live_kind.has_value()) Publish(*options.live_kind);
+}
+
+void Recorder::Publish(LivePage::Kind kind) {
+  std::vector<LivePage::Row> rows;
+  for (const LaneStats& lane : stats_.lanes) {
+    rows.push_back({.name = lane.name,
+                    .gpu = lane.path.gpu,
+                    .relay = lane.path.relay,
+                    .direction = lane.path.direction,
+                    .bandwidth_bytes_per_s = lane.path.bandwidth_bytes_per_s});
+  }
+  for (const LinkStats& link : stats_.links) {
+    rows.push_back({.name = link.name,
+                    .is_link = true,
+                    .bandwidth_bytes_per_s = link.bandwidth_bytes_per_s});
+  }
+  // Transfers do without: `doctor` says why.
+  auto page = LivePage::Create(kind, rows);
+  if (page.ok()) live_ = std::move(page).value();
 }
 
 void Recorder::OnSubmit() {
   const std::lock_guard lock(mutex_);
   ++stats_.num_submitted;
   ++stats_.num_in_flight;
+  if (live_ != nullptr) live_->AddTransfers(1);
 }
 
 void Recorder::OnIssue(const sched::Block& block) {
   const std::lock_guard lock(mutex_);
   ++stats_.num_blocks_in_flight;
   stats_.lanes[block.lane].num_bytes_in_flight += block.size_bytes;
+  if (live_ != nullptr) live_->AddBytes(block.lane, 0, 0, block.size_bytes);
 }
 
 void Recorder::OnBlockDone(const sched::Block& block, int64_t issued_ns,
@@ -122,6 +144,10 @@ void Recorder::OnBlockDone(const sched::Block& block, int64_t issued_ns,
   } else if (done.status.code() != StatusCode::kCancelled) {
     ++lane.num_failed_blocks;
     lane.reason = done.status.message();
+  }
+  if (live_ != nullptr) {
+    live_->AddBytes(block.lane, done.status.ok() ? block.size_bytes : 0,
+                    done.status.ok() ? 1 : 0, -block.size_bytes);
   }
   lane_busy_[block.lane].Add(done.start_ns, done.end_ns);
   lane.busy_ns = lane_busy_[block.lane].total_ns;
@@ -148,11 +174,13 @@ void Recorder::OnLaneRemoved(int lane, const Status& reason) {
   const std::lock_guard lock(mutex_);
   stats_.lanes[lane].is_removed = true;
   stats_.lanes[lane].reason = reason.message();
+  if (live_ != nullptr) live_->SetStates(lane, LivePage::kDropped);
 }
 
 void Recorder::OnTransferDone(const TransferStats& transfer) {
   const std::lock_guard lock(mutex_);
   --stats_.num_in_flight;
+  if (live_ != nullptr) live_->AddTransfers(-1, 1);
   if (transfer.status.ok()) {
     ++stats_.num_completed;
     stats_.num_completed_bytes += transfer.size_bytes;
@@ -212,6 +240,9 @@ void Recorder::AddToLinks(const sched::Block& block,
       stats_.links[link].num_bytes += block.size_bytes;
       link_busy_[link].Add(start_ns, end_ns);
       stats_.links[link].busy_ns = link_busy_[link].total_ns;
+      if (live_ != nullptr) {
+        live_->AddBytes(stats_.lanes.size() + link, block.size_bytes, 1, 0);
+      }
     }
   }
 }

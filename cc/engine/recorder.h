@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/live_page.h"
 #include "engine/stats.h"
 #include "sched/scheduler.h"
 #include "transport/transport.h"
@@ -48,11 +50,14 @@ class Recorder {
 
   void AddToLinks(const sched::Block& block, const transport::BlockDone& done);
   void AddToTrace(const TraceEvent& event);
+  void Publish(LivePage::Kind kind);
 
   const double late_factor_;
   const size_t trace_capacity_;
   std::vector<std::vector<std::vector<int>>> lane_links_;  // fixed once made
   std::vector<double> ns_per_byte_;                        // by lane; likewise
+  /// Rows: the lanes, then the links. Null: not published.
+  std::unique_ptr<LivePage> live_;
 
   mutable std::mutex mutex_;
   Stats stats_;

@@ -118,6 +118,7 @@ int32_t* StreamEngine::NextWord() {
 Status StreamEngine::Plain(const CopyRequest& request) {
   TB_RETURN_IF_ERROR(streams_->Copy(request.stream, request.dst, request.src,
                                     request.size_bytes));
+  CountPlain(request.gpu, request.direction, request.size_bytes);
   const std::lock_guard lock(mutex_);
   ++stats_.num_plain;
   stats_.plain_bytes += request.size_bytes;

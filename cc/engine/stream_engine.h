@@ -19,6 +19,7 @@
 #include "engine/flight.h"
 #include "engine/index_predictor.h"
 #include "engine/lane_health.h"
+#include "engine/live_page.h"
 #include "engine/stream_issue.h"
 #include "engine/stream_lanes.h"
 #include "engine/stream_settings.h"
@@ -118,6 +119,11 @@ class StreamEngine {
   /// Makes the next copies over `relay` fail as they are issued.
   void InjectFault(int relay);
 
+  /// Lets other processes look on, as long as the engine lives, which is as
+  /// long as the process; call before the first transfer. UNAVAILABLE if that
+  /// cannot be; transfers do without.
+  Status Publish();
+
   transport::Streams& streams() { return *streams_; }
 
  private:
@@ -209,7 +215,16 @@ class StreamEngine {
   void SetEpochs();
   void RenewEpochs();
 
+  // stream_live.cc: what others see. With the mutex, but CountPlain.
+  void CountPlain(int gpu, topo::Direction direction, int64_t bytes);
+  void CountIssued(const Flight& flight);
+  void CountOver(const Flight& flight);
+  void ShowState(int path);
+
   const std::unique_ptr<transport::Streams> streams_;
+  /// Rows: the paths, then for each GPU and direction what goes over XLA's own
+  /// stream. Null: not published.
+  std::unique_ptr<LivePage> live_;
 
   mutable std::mutex mutex_;
   std::vector<topo::Path> paths_;

@@ -87,8 +87,11 @@ std::vector<int> StreamEngine::UsableRelays(int gpu, Direction direction,
   if (settings_.split == SplitPolicy::kDirect) return usable;
   for (size_t i = 0; i < paths_.size(); ++i) {
     const topo::Path& path = paths_[i];
-    if (path.gpu != gpu || path.direction != direction || !path.is_relay() ||
-        !stats_.paths[i].dropped.empty() || rivals_[i].is_likely() ||
+    if (path.gpu != gpu || path.direction != direction || !path.is_relay()) {
+      continue;
+    }
+    ShowState(static_cast<int>(i));  // a pause may be over
+    if (!stats_.paths[i].dropped.empty() || rivals_[i].is_likely() ||
         loans_[i].is_paused(streams_->NowNs())) {
       continue;
     }
@@ -289,6 +292,7 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   MarkContended(flight);
   flight.num_holders = 1;
   flights_.push_back(plan.flight);
+  CountIssued(flight);
   return OkStatus();
 }
 

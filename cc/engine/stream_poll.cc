@@ -37,6 +37,7 @@ StatusOr<Event> StreamEngine::TakeEvent(int gpu, bool is_timed) {
 
 void StreamEngine::Poll() {
   RenewEpochs();
+  if (live_ != nullptr) live_->SetLooked(streams_->NowNs());
   // What was joined to a stream later ends later: one look a stream is enough.
   std::set<Stream> waiting;
   for (const FlightPtr& flight : flights_) {
@@ -103,6 +104,7 @@ void StreamEngine::Finish(const FlightPtr& flight) {
     }
   }
   events_[{flight->gpu, false}].push_back(flight->begin);
+  CountOver(*flight);
   ++stats_.num_completed;
   stats_.completed_bytes += flight->size_bytes;
   stats_.num_failures += flight->num_failures;
@@ -270,6 +272,7 @@ void StreamEngine::DropPath(int path, const std::string& reason) {
   std::string& dropped = stats_.paths[path].dropped;
   if (!dropped.empty()) return;
   dropped = reason;
+  ShowState(path);
   Say("GPU " + std::to_string(paths_[path].relay) +
       " does not lend its link to GPU " + std::to_string(paths_[path].gpu) +
       ": " + reason);

@@ -162,6 +162,7 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
   MarkContended(flight);
   flight.num_holders = 1;
   flights_.push_back(plan.flight);
+  CountIssued(flight);
   return OkStatus();
 }
 
@@ -200,6 +201,7 @@ Status StreamEngine::IssueRow(const RowRequest& request, RowPlan& plan) {
   if (plan.direct == nullptr && plan.direct_bytes > 0) {
     TB_RETURN_IF_ERROR(streams_->CopyRow(flight.gpu, request.stream,
                                          Part(request, 0, plan.direct_bytes)));
+    CountPlain(flight.gpu, flight.direction, plan.direct_bytes);
   }
   return OkStatus();
 }
@@ -216,6 +218,7 @@ Status StreamEngine::LaunchRow(const RowRequest& request, bool is_start) {
   if (plan.flight == nullptr) {
     status = streams_->CopyRow(request.gpu, request.stream,
                                Part(request, 0, request.row.row_bytes()));
+    CountPlain(request.gpu, DirectionOf(request), request.row.row_bytes());
   } else {
     status = IssueRow(request, plan);
     if (!is_start || !status.ok()) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "offload/plain_traffic.h"
 #include "transport/host/memory_copy.h"
 
 namespace turbobus::offload {
@@ -44,7 +45,13 @@ std::shared_ptr<Transfer> Transfer::StartOn(
     int device, std::vector<Piece> pieces,
     std::shared_ptr<const void> keep_alive) {
   std::erase_if(pieces, [](const Piece& p) { return p.size_bytes == 0; });
-  if (engine == nullptr || pieces.empty()) {
+  if (engine == nullptr && !pieces.empty()) {
+    int64_t size_bytes = 0;
+    for (const Piece& piece : pieces) size_bytes += piece.size_bytes;
+    const PlainTraffic traffic(direction, device, size_bytes);
+    return CopyNow(std::move(pieces), std::move(keep_alive));
+  }
+  if (pieces.empty()) {
     return CopyNow(std::move(pieces), std::move(keep_alive));
   }
   const std::shared_ptr<Transfer> transfer(

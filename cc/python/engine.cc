@@ -13,6 +13,7 @@
 
 #include "engine/fork.h"
 #include "engine/host_engine.h"
+#include "engine/live_page.h"
 #include "python/bindings.h"
 #include "sched/scheduler.h"
 #include "topo/topology.h"
@@ -365,6 +366,16 @@ void BindEngine(py::module_& module) {
       py::arg("engine").none(true),
       "Makes transfers of this process go through `engine`; None: plain "
       "copies.");
+  module.def(
+      "try_live_page",
+      [] {
+        RaiseIfError(
+            engine::LivePage::Create(engine::LivePage::Kind::kPlain, {})
+                .status());
+        return engine::LivePage::Folder();
+      },
+      "Returns where this process publishes what it moves; raises why it does "
+      "not.");
   module.def("has_process_engine",
              [] { return engine::ProcessEngine() != nullptr; });
 }

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         for group in (
             _software,
             _settings,
+            _live_counters,
             _memory_kinds,
             _round_trip,
             _exchange,
@@ -94,6 +95,16 @@ def _settings() -> Iterator[Check]:
         )
     else:
         yield Check("ok", "transfers: no engine configured for this process")
+
+
+def _live_counters() -> Iterator[Check]:
+    """Yields whether `top` of another process sees what this one moves."""
+    try:
+        folder = _ffi.core().try_live_page()
+    except Exception as error:  # noqa: BLE001 - transfers do without, whatever it is
+        yield Check("note", f"top does not see what this process moves: {error}")
+        return
+    yield Check("ok", f"top sees what this process moves (in {folder})")
 
 
 def _memory_kinds() -> Iterator[Check]:

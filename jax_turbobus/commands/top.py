@@ -1,20 +1,29 @@
-"""`python -m jax_turbobus top`: live use of every GPU's links.
+"""`python -m jax_turbobus top`: live use of every link.
 
-Rates are NVML's: what all processes of the machine move over PCIe and NVLink.
-Beside them, which process lends the GPU's link to others.
+Where there are GPUs, NVML's rates: what all processes of the machine move over PCIe
+and NVLink, and which process lends a GPU's link to others. Below, what each process
+that uses jax_turbobus moves over which lane, by its own counters (docs/engine.md,
+"Live counters"): on GPUs as on CPU devices.
 """
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
+import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jax_turbobus.commands import _live_view
+
 __all__ = ["Sample", "add_arguments", "bar", "lenders", "run", "table"]
 
 _GIB = 1e9
+# Rates need two looks; the first update comes after so long.
+_FIRST_LOOK_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,43 +57,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=int, default=0, help="stop after so many updates; 0: never"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each update"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where there is no GPU to look at."""
+    """Returns 0."""
+    nvml, remark = _nvml()
+    try:
+        _show(args, nvml, remark)
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:
+        # The reader has seen enough; Python would complain once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        if nvml is not None:
+            nvml.nvmlShutdown()
+    return 0
+
+
+def _nvml() -> tuple[Any, str]:
+    """Returns NVML, or None and why there are no rates of it."""
     try:
         import pynvml  # type: ignore[import-untyped]
 
         pynvml.nvmlInit()
     except (ImportError, OSError) as error:
-        print(f"top: NVML cannot be loaded: {error}")
-        return 2
+        return None, f"no rates of GPUs: NVML cannot be loaded: {error}"
     except pynvml.NVMLError as error:
-        print(f"top: no NVIDIA driver here: {error}")
-        return 2
-    try:
-        _watch(pynvml, args.interval, args.count)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        pynvml.nvmlShutdown()
-    return 0
+        return None, f"no rates of GPUs: no NVIDIA driver here: {error}"
+    return pynvml, ""
 
 
-def _watch(nvml: Any, interval_s: float, count: int) -> None:
+def _show(args: argparse.Namespace, nvml: Any, remark: str) -> None:
     nvlink: dict[int, tuple[float, float]] = {}
+    watch = _live_view.Watch(_lock_directory())
+    watch.look()
+    time.sleep(min(max(args.interval, 0.05), _FIRST_LOOK_S))
     height = 0
     rounds = 0
-    while count == 0 or rounds < count:
-        samples = list(_samples(nvml, nvlink))
-        lines = table(samples)
-        if height:
-            print(f"\x1b[{height}F\x1b[J", end="")
-        print("\n".join(lines), flush=True)
-        height = len(lines)
+    while args.count == 0 or rounds < args.count:
+        samples = [] if nvml is None else list(_samples(nvml, nvlink))
+        processes = watch.look()
+        if args.json:
+            print(json.dumps(_as_json(samples, remark, processes)), flush=True)
+        else:
+            lines = [remark] if remark else table(samples)
+            columns, rows = shutil.get_terminal_size()
+            is_terminal = sys.stdout.isatty()
+            lines += _live_view.lines(processes, width=columns if is_terminal else 240)
+            if is_terminal:
+                # What has scrolled away cannot be painted over.
+                lines = [line[:columns] for line in lines[: max(rows - 1, 1)]]
+                if height:
+                    print(f"\x1b[{height}F\x1b[J", end="")
+            print("\n".join(lines), flush=True)
+            height = len(lines)
         rounds += 1
-        if count == 0 or rounds < count:
-            time.sleep(max(interval_s, 0.05))
+        if args.count == 0 or rounds < args.count:
+            time.sleep(max(args.interval, 0.05))
+
+
+def _as_json(
+    samples: list[Sample], remark: str, processes: list[_live_view.Process]
+) -> dict[str, Any]:
+    return {
+        "time_s": time.time(),
+        "remark": remark,
+        "gpus": [dataclasses.asdict(sample) for sample in samples],
+        "processes": [process.as_json() for process in processes],
+    }
+
+
+def _lock_directory() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("JAX_TURBOBUS_LOCK_DIR", "/tmp"))
 
 
 def table(samples: Iterable[Sample]) -> list[str]:
@@ -142,9 +190,8 @@ def lenders(locks: str, directory: pathlib.Path) -> dict[str, int]:
 
 
 def _samples(nvml: Any, nvlink: dict[int, tuple[float, float]]) -> Iterator[Sample]:
-    directory = pathlib.Path(os.environ.get("JAX_TURBOBUS_LOCK_DIR", "/tmp"))
     try:
-        who = lenders(pathlib.Path("/proc/locks").read_text(), directory)
+        who = lenders(pathlib.Path("/proc/locks").read_text(), _lock_directory())
     except OSError:
         who = {}
     for index in range(nvml.nvmlDeviceGetCount()):

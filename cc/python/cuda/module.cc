@@ -162,6 +162,8 @@ void Start(const std::vector<PathTuple>& tuples, const py::dict& settings) {
       (*engine)->SetLog([](const std::string& message) {
         std::fprintf(stderr, "jax_turbobus: %s\n", message.c_str());
       });
+      // Without it transfers run all the same; `doctor` says why.
+      (void)(*engine)->Publish();
       status = ffi::SetProcessStreamEngine(std::move(engine).value());
     }
   }
