@@ -13,7 +13,8 @@ Environment variables stand in for arguments that are not given:
 ``JAX_TURBOBUS_RATE_SCALE`` and ``JAX_TURBOBUS_TRACE`` (a file that is written when
 the engine is taken out or the process ends, or 1). If any of the first two or the
 last is set, the first transfer of the process configures it so.
-``JAX_TURBOBUS_DISABLE=1`` overrides everything: no engine.
+``JAX_TURBOBUS_DISABLE=1`` overrides everything: no engine. ``JAX_TURBOBUS_TOP=0``
+keeps what is moved from `python -m jax_turbobus top`.
 """
 
 import atexit

@@ -8,7 +8,8 @@ Environment: ``JAX_TURBOBUS_DISABLE=1`` (every transfer is one plain copy),
 ``JAX_TURBOBUS_POOLED=0`` (own links only), ``JAX_TURBOBUS_MODE=lock-step``,
 ``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_TRACE=1``, ``JAX_TURBOBUS_PROFILE``
 (a file), ``JAX_TURBOBUS_PEER_ACCESS=0`` (as if no GPU reached another's memory),
-``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks are; default ``/tmp``),
+``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks and live counters are; default
+``/tmp``), ``JAX_TURBOBUS_TOP=0`` (no live counters),
 ``JAX_TURBOBUS_TOPOLOGY`` (a file that names this machine's GPUs by UUID, instead of
 what NVML and sysfs show).
 """

@@ -3,11 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <string_view>
 #include <utility>
@@ -19,7 +18,7 @@ namespace turbobus::engine {
 
 // The layout of version 1. Readers of other versions leave a file alone.
 struct LivePage::Header {
-  char magic[8];
+  std::atomic<uint64_t> magic;
   uint32_t version;
   uint32_t header_bytes;
   uint32_t row_bytes;
@@ -49,7 +48,8 @@ struct LivePage::Counters {
 
 namespace {
 
-constexpr char kMagic[8] = {'T', 'B', 'U', 'S', 'L', 'I', 'V', 'E'};
+constexpr auto kMagic = std::bit_cast<uint64_t>(
+    std::array<char, 8>{'T', 'B', 'U', 'S', 'L', 'I', 'V', 'E'});
 constexpr uint32_t kVersion = 1;
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
@@ -121,8 +121,7 @@ StatusOr<std::unique_ptr<LivePage>> LivePage::Create(
     row->bandwidth_bytes_per_s = rows[i].bandwidth_bytes_per_s;
   }
   // Last: what has no magic is not looked at.
-  std::atomic_thread_fence(std::memory_order_release);
-  std::memcpy(header->magic, kMagic, sizeof(kMagic));
+  header->magic.store(kMagic, std::memory_order_release);
   return page;
 }
 

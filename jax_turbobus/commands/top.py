@@ -100,9 +100,10 @@ def _show(args: argparse.Namespace, nvml: Any, remark: str) -> None:
     rounds = 0
     while args.count == 0 or rounds < args.count:
         samples = [] if nvml is None else list(_samples(nvml, nvlink))
+        now_s = time.time()
         processes = watch.look()
         if args.json:
-            print(json.dumps(_as_json(samples, remark, processes)), flush=True)
+            print(json.dumps(_as_json(now_s, samples, remark, processes)), flush=True)
         else:
             lines = [remark] if remark else table(samples)
             columns, rows = shutil.get_terminal_size()
@@ -121,10 +122,13 @@ def _show(args: argparse.Namespace, nvml: Any, remark: str) -> None:
 
 
 def _as_json(
-    samples: list[Sample], remark: str, processes: list[_live_view.Process]
+    now_s: float,
+    samples: list[Sample],
+    remark: str,
+    processes: list[_live_view.Process],
 ) -> dict[str, Any]:
     return {
-        "time_s": time.time(),
+        "time_s": now_s,
         "remark": remark,
         "gpus": [dataclasses.asdict(sample) for sample in samples],
         "processes": [process.as_json() for process in processes],
