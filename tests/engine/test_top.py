@@ -227,7 +227,8 @@ def test_rates_of_gpus_stand_above_what_processes_move(capsys, monkeypatch, movi
     process = moving("plain")
     lines = run_top(capsys, "--count", "1")
     assert "from host GB/s" in lines[0]
-    assert "NVIDIA X" in lines[1] and "25.0" in lines[1]
+    assert "NVIDIA X" in lines[1]
+    assert "25.0" in lines[1]
     assert f"process {process.pid}" in lines[2]
     [update] = updates(capsys, 1)
     assert update["remark"] == ""
