@@ -1,11 +1,12 @@
 #include <memory>
-#include <string>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "ffi/moe_call.h"
 #include "ffi/moe_decode.h"
+#include "ffi/moe_operands.h"
 #include "ffi/moe_targets.h"
 #include "moe/exchange.h"
 #include "moe/huge_pages.h"
@@ -13,6 +14,40 @@
 
 // The handlers of dispatch, combine and their gradients on CPU devices: decode,
 // check, meet. Shapes carry leading batch axes, all the same: what vmap added.
+
+namespace turbobus::ffi {
+
+/// The attributes of an exchange on CPU devices.
+struct CpuExchange {
+  std::string_view axis;
+  int64_t num_experts = 0;
+  int64_t expert_capacity = 0;
+  int64_t schedule = 0;
+
+  Attributes Named(std::string_view op) const {
+    return {op, axis, num_experts, expert_capacity, schedule};
+  }
+};
+
+/// Those of a plan, which has no rows to read their number off.
+struct CpuPlan : CpuExchange {
+  int64_t num_rows = 0;
+};
+
+}  // namespace turbobus::ffi
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    turbobus::ffi::CpuExchange,
+    xla::ffi::StructMember<std::string_view>("axis"),
+    xla::ffi::StructMember<int64_t>("num_experts"),
+    xla::ffi::StructMember<int64_t>("expert_capacity"),
+    xla::ffi::StructMember<int64_t>("schedule"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    turbobus::ffi::CpuPlan, xla::ffi::StructMember<std::string_view>("axis"),
+    xla::ffi::StructMember<int64_t>("num_experts"),
+    xla::ffi::StructMember<int64_t>("expert_capacity"),
+    xla::ffi::StructMember<int64_t>("schedule"),
+    xla::ffi::StructMember<int64_t>("num_rows"));
 
 namespace turbobus::ffi {
 namespace {
@@ -67,13 +102,10 @@ Status CheckPlan(const Sizes& sizes, const AnyBuffer& group_sizes,
   return CheckType(slots, "slots", xla::ffi::S32);
 }
 
-xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
-                          AnyBuffer expert_ids, Result rows, Result group_sizes,
-                          Result wanted, Result slots, std::string_view axis,
-                          int64_t num_experts, int64_t expert_capacity,
-                          int64_t schedule) {
-  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
-                                 schedule};
+xla::ffi::Future Dispatch(CpuExchange exchange, AnyBuffer keys, AnyBuffer rank,
+                          AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
+                          Result group_sizes, Result wanted, Result slots) {
+  const Attributes attributes = exchange.Named("dispatch");
   const auto fill = [&](moe::Meeting& meeting,
                         moe::DispatchCall& call) -> Status {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
@@ -96,18 +128,15 @@ xla::ffi::Future Dispatch(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
 }
 
 /// The plan of a dispatch alone: what `Dispatch` returns but its rows.
-xla::ffi::Future Plan(AnyBuffer keys, AnyBuffer rank, AnyBuffer expert_ids,
-                      Result group_sizes, Result wanted, Result slots,
-                      std::string_view axis, int64_t num_experts,
-                      int64_t expert_capacity, int64_t schedule,
-                      int64_t num_rows) {
-  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
-                                 schedule};
+xla::ffi::Future Plan(CpuPlan exchange, AnyBuffer keys, AnyBuffer rank,
+                      AnyBuffer expert_ids, Result group_sizes, Result wanted,
+                      Result slots) {
+  const Attributes attributes = exchange.Named("dispatch");
   const auto fill = [&](moe::Meeting& meeting,
                         moe::DispatchCall& call) -> Status {
-    TB_ASSIGN_OR_RETURN(
-        const Sizes sizes,
-        DecodePlan(attributes, meeting.num_ranks, expert_ids, num_rows));
+    TB_ASSIGN_OR_RETURN(const Sizes sizes,
+                        DecodePlan(attributes, meeting.num_ranks, expert_ids,
+                                   exchange.num_rows));
     TB_RETURN_IF_ERROR(CheckPlan(sizes, *group_sizes, *wanted, *slots));
     call.config = sizes.config;
     call.expert_ids = Ints(expert_ids);
@@ -124,13 +153,10 @@ xla::ffi::Future Plan(AnyBuffer keys, AnyBuffer rank, AnyBuffer expert_ids,
 
 /// The rows of a planned dispatch, a result of their own: XLA lets what
 /// follows write over them, which it never does with a part of a tuple.
-xla::ffi::Future Deliver(AnyBuffer keys, AnyBuffer rank, AnyBuffer tokens,
-                         AnyBuffer expert_ids, AnyBuffer slots,
-                         AnyBuffer group_sizes, Result rows,
-                         std::string_view axis, int64_t num_experts,
-                         int64_t expert_capacity, int64_t schedule) {
-  const Attributes attributes = {"dispatch", axis, num_experts, expert_capacity,
-                                 schedule};
+xla::ffi::Future Deliver(CpuExchange exchange, AnyBuffer keys, AnyBuffer rank,
+                         AnyBuffer tokens, AnyBuffer expert_ids,
+                         AnyBuffer slots, AnyBuffer group_sizes, Result rows) {
+  const Attributes attributes = exchange.Named("dispatch");
   const auto fill = [&](moe::Meeting& meeting,
                         moe::DeliverCall& call) -> Status {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
@@ -181,34 +207,28 @@ xla::ffi::Future Sum(const Attributes& attributes, const AnyBuffer& keys,
                                                        fill);
 }
 
-xla::ffi::Future Combine(AnyBuffer keys, AnyBuffer rank, AnyBuffer rows,
-                         AnyBuffer expert_ids, AnyBuffer slots,
-                         AnyBuffer weights, Result sums, std::string_view axis,
-                         int64_t num_experts, int64_t expert_capacity,
-                         int64_t schedule) {
-  return Sum({"combine", axis, num_experts, expert_capacity, schedule}, keys,
-             rank, rows, expert_ids, slots, &weights, *sums);
+xla::ffi::Future Combine(CpuExchange exchange, AnyBuffer keys, AnyBuffer rank,
+                         AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
+                         AnyBuffer weights, Result sums) {
+  return Sum(exchange.Named("combine"), keys, rank, rows, expert_ids, slots,
+             &weights, *sums);
 }
 
-xla::ffi::Future DispatchGrad(AnyBuffer keys, AnyBuffer rank, AnyBuffer rows,
+xla::ffi::Future DispatchGrad(CpuExchange exchange, AnyBuffer keys,
+                              AnyBuffer rank, AnyBuffer rows,
                               AnyBuffer expert_ids, AnyBuffer slots,
-                              Result sums, std::string_view axis,
-                              int64_t num_experts, int64_t expert_capacity,
-                              int64_t schedule) {
-  return Sum(
-      {"dispatch's gradient", axis, num_experts, expert_capacity, schedule},
-      keys, rank, rows, expert_ids, slots, nullptr, *sums);
+                              Result sums) {
+  return Sum(exchange.Named("dispatch's gradient"), keys, rank, rows,
+             expert_ids, slots, nullptr, *sums);
 }
 
-xla::ffi::Future CombineGrad(AnyBuffer keys, AnyBuffer rank,
-                             AnyBuffer sum_grads, AnyBuffer rows,
-                             AnyBuffer expert_ids, AnyBuffer slots,
-                             AnyBuffer weights, AnyBuffer group_sizes,
-                             Result row_grads, Result weight_grads,
-                             std::string_view axis, int64_t num_experts,
-                             int64_t expert_capacity, int64_t schedule) {
-  const Attributes attributes = {"combine's gradient", axis, num_experts,
-                                 expert_capacity, schedule};
+xla::ffi::Future CombineGrad(CpuExchange exchange, AnyBuffer keys,
+                             AnyBuffer rank, AnyBuffer sum_grads,
+                             AnyBuffer rows, AnyBuffer expert_ids,
+                             AnyBuffer slots, AnyBuffer weights,
+                             AnyBuffer group_sizes, Result row_grads,
+                             Result weight_grads) {
+  const Attributes attributes = exchange.Named("combine's gradient");
   const auto fill = [&](moe::Meeting& meeting,
                         moe::CombineGradCall& call) -> Status {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
@@ -243,81 +263,36 @@ xla::ffi::Future CombineGrad(AnyBuffer keys, AnyBuffer rank,
                                                                rank, fill);
 }
 
-#define TB_EXCHANGE_ATTRIBUTES          \
-  .Attr<std::string_view>("axis")       \
-      .Attr<int64_t>("num_experts")     \
-      .Attr<int64_t>("expert_capacity") \
-      .Attr<int64_t>("schedule")
+/// What every exchange begins with.
+template <typename Attrs>
+auto Bind() {
+  return xla::ffi::Ffi::Bind()
+      .Attrs<Attrs>()
+      .template Arg<AnyBuffer>()   // keys
+      .template Arg<AnyBuffer>();  // rank
+}
 
-XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
-                           .Arg<AnyBuffer>()  // tokens
-                           .Arg<AnyBuffer>()  // expert_ids
-                           .Ret<AnyBuffer>()  // rows
-                           .Ret<AnyBuffer>()  // group_sizes
-                           .Ret<AnyBuffer>()  // wanted
-                           .Ret<AnyBuffer>()  // slots
-                       TB_EXCHANGE_ATTRIBUTES);
-
+XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch, BindDispatch(Bind<CpuExchange>()));
 XLA_FFI_DEFINE_HANDLER(kPlan, Plan,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
+                       Bind<CpuPlan>()
                            .Arg<AnyBuffer>()  // expert_ids
                            .Ret<AnyBuffer>()  // group_sizes
                            .Ret<AnyBuffer>()  // wanted
                            .Ret<AnyBuffer>()  // slots
-                       TB_EXCHANGE_ATTRIBUTES.Attr<int64_t>("num_rows"));
-
+);
 XLA_FFI_DEFINE_HANDLER(kDeliver, Deliver,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
+                       Bind<CpuExchange>()
                            .Arg<AnyBuffer>()  // tokens
                            .Arg<AnyBuffer>()  // expert_ids
                            .Arg<AnyBuffer>()  // slots
                            .Arg<AnyBuffer>()  // group_sizes
                            .Ret<AnyBuffer>()  // rows
-                       TB_EXCHANGE_ATTRIBUTES);
-
-XLA_FFI_DEFINE_HANDLER(kCombine, Combine,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
-                           .Arg<AnyBuffer>()  // rows
-                           .Arg<AnyBuffer>()  // expert_ids
-                           .Arg<AnyBuffer>()  // slots
-                           .Arg<AnyBuffer>()  // weights
-                           .Ret<AnyBuffer>()  // sums
-                       TB_EXCHANGE_ATTRIBUTES);
-
+);
+XLA_FFI_DEFINE_HANDLER(kCombine, Combine, BindCombine(Bind<CpuExchange>()));
 XLA_FFI_DEFINE_HANDLER(kDispatchGrad, DispatchGrad,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
-                           .Arg<AnyBuffer>()  // rows
-                           .Arg<AnyBuffer>()  // expert_ids
-                           .Arg<AnyBuffer>()  // slots
-                           .Ret<AnyBuffer>()  // sums
-                       TB_EXCHANGE_ATTRIBUTES);
-
+                       BindDispatchGrad(Bind<CpuExchange>()));
 XLA_FFI_DEFINE_HANDLER(kCombineGrad, CombineGrad,
-                       xla::ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()  // keys
-                           .Arg<AnyBuffer>()  // rank
-                           .Arg<AnyBuffer>()  // sum_grads
-                           .Arg<AnyBuffer>()  // rows
-                           .Arg<AnyBuffer>()  // expert_ids
-                           .Arg<AnyBuffer>()  // slots
-                           .Arg<AnyBuffer>()  // weights
-                           .Arg<AnyBuffer>()  // group_sizes
-                           .Ret<AnyBuffer>()  // row_grads
-                           .Ret<AnyBuffer>()  // weight_grads
-                       TB_EXCHANGE_ATTRIBUTES);
-
-#undef TB_EXCHANGE_ATTRIBUTES
+                       BindCombineGrad(Bind<CpuExchange>()));
 
 }  // namespace
 

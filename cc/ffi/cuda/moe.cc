@@ -7,6 +7,7 @@
 #include "ffi/cuda/moe_calls.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/error.h"
+#include "ffi/moe_operands.h"
 #include "moe/cuda/side_streams.h"
 
 // The exchange handlers for GPUs: the data of those for CPU devices, and
@@ -156,55 +157,24 @@ Error Finish(cudaStream_t stream, int32_t device, RunId run_id,
                      .WithContext(op));
 }
 
-#define TB_GPU_EXCHANGE                              \
-  xla::ffi::Ffi::Bind()                              \
-      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>() \
-      .Ctx<xla::ffi::DeviceOrdinal>()                \
-      .Ctx<RunId>()                                  \
-      .Ctx<xla::ffi::ScratchAllocator>()             \
-      .Attrs<GpuExchange>()
-#define TB_DEFINE_BOTH(name, handler, binding)                     \
-  XLA_FFI_DEFINE_HANDLER(k##name, handler<Way::kInline>, binding); \
-  XLA_FFI_DEFINE_HANDLER(k##name##Start, handler<Way::kStart>, binding)
+/// What every exchange begins with.
+auto Bind() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Ctx<RunId>()
+      .Ctx<xla::ffi::ScratchAllocator>()
+      .Attrs<GpuExchange>();
+}
 
-TB_DEFINE_BOTH(Dispatch, Dispatch,
-               TB_GPU_EXCHANGE
-                   .Arg<AnyBuffer>()  // tokens
-                   .Arg<AnyBuffer>()  // expert_ids
-                   .Ret<AnyBuffer>()  // rows
-                   .Ret<AnyBuffer>()  // group_sizes
-                   .Ret<AnyBuffer>()  // wanted
-                   .Ret<AnyBuffer>()  // slots
-);
+#define TB_DEFINE_BOTH(name)                                               \
+  XLA_FFI_DEFINE_HANDLER(k##name, name<Way::kInline>, Bind##name(Bind())); \
+  XLA_FFI_DEFINE_HANDLER(k##name##Start, name<Way::kStart>, Bind##name(Bind()))
 
-TB_DEFINE_BOTH(Combine, Combine,
-               TB_GPU_EXCHANGE
-                   .Arg<AnyBuffer>()  // rows
-                   .Arg<AnyBuffer>()  // expert_ids
-                   .Arg<AnyBuffer>()  // slots
-                   .Arg<AnyBuffer>()  // weights
-                   .Ret<AnyBuffer>()  // sums
-);
-
-TB_DEFINE_BOTH(DispatchGrad, DispatchGrad,
-               TB_GPU_EXCHANGE
-                   .Arg<AnyBuffer>()  // rows
-                   .Arg<AnyBuffer>()  // expert_ids
-                   .Arg<AnyBuffer>()  // slots
-                   .Ret<AnyBuffer>()  // sums
-);
-
-TB_DEFINE_BOTH(CombineGrad, CombineGrad,
-               TB_GPU_EXCHANGE
-                   .Arg<AnyBuffer>()  // sum_grads
-                   .Arg<AnyBuffer>()  // rows
-                   .Arg<AnyBuffer>()  // expert_ids
-                   .Arg<AnyBuffer>()  // slots
-                   .Arg<AnyBuffer>()  // weights
-                   .Arg<AnyBuffer>()  // group_sizes
-                   .Ret<AnyBuffer>()  // row_grads
-                   .Ret<AnyBuffer>()  // weight_grads
-);
+TB_DEFINE_BOTH(Dispatch);
+TB_DEFINE_BOTH(Combine);
+TB_DEFINE_BOTH(DispatchGrad);
+TB_DEFINE_BOTH(CombineGrad);
 
 XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
                        xla::ffi::Ffi::Bind()
@@ -215,7 +185,6 @@ XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
                            .RemainingArgs()
                            .RemainingRets());
 
-#undef TB_GPU_EXCHANGE
 #undef TB_DEFINE_BOTH
 
 }  // namespace
