@@ -129,13 +129,10 @@ def start_primitive(
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
         if _devices.why_apart_on_gpus(ctx) is not None:
             return lower_whole(ctx, *operands, **params)
-        # XLA would take a slice that is an operand into one fusion with the call, which
-        # then reads an array that nobody keeps until the exchange is finished.
-        operands = tuple(_in_flight.barrier(operands))
-        results = _lower_data_to_target(name, ctx, operands, params, not_attributes)
         # Of two starts alike XLA would make one, for two finishes.
-        _compat.mark_side_effect(results)
-        return _in_flight.barrier(results)
+        return _lower_data_to_target(
+            name, ctx, operands, params, not_attributes, has_side_effect=True
+        )
 
     # Under `vmap` the exchange is whole: it reads copies of what is mapped otherwise,
     # which nobody could keep for the finish.
@@ -241,12 +238,22 @@ def _lower_data_to_target(
     operands: Sequence[Any],
     params: dict[str, Any],
     not_attributes: Sequence[str],
+    *,
+    has_side_effect: bool = False,
 ) -> Any:
-    """Returns the IR values of a GPU's call, which knows ranks without operands."""
+    """Returns the IR values of a GPU's call, which knows ranks without operands.
+
+    XLA would take slices that are operands or results into one fusion with the call. A
+    fused call runs once more where its result is used elsewhere, too, and a fused
+    start reads arrays that nobody keeps until the exchange is finished.
+    """
     params = params | _devices.ranks_of(ctx, params["axes"])
-    data = operands[NUM_MEETING_OPERANDS:]
+    data = _in_flight.barrier(operands[NUM_MEETING_OPERANDS:])
     ctx = ctx.replace(avals_in=ctx.avals_in[NUM_MEETING_OPERANDS:])
-    return lower_to_target(name, ctx, data, params, not_attributes)
+    results = lower_to_target(name, ctx, data, params, not_attributes)
+    if has_side_effect:
+        _compat.mark_side_effect(results)
+    return _in_flight.barrier(results)
 
 
 _new_key_p = Primitive("turbobus_moe_key")

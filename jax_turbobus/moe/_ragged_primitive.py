@@ -317,9 +317,19 @@ def _exchange_gpu(
     result = jax.ShapeDtypeStruct(output.shape, output.dtype)
     if is_onto_zeros:
         onto_zeros = jax.ffi.ffi_call(f"{_TARGET}_onto_zeros", result)
-        return onto_zeros(table, operand, axis=axis, **ranks)
+        return _unfused(onto_zeros, table, operand, axis=axis, **ranks)
     call = jax.ffi.ffi_call(_TARGET, result, input_output_aliases={2: 0})
-    return call(table, operand, output, axis=axis, **ranks)
+    return _unfused(call, table, operand, output, axis=axis, **ranks)
+
+
+def _unfused(call: Any, *operands: jax.Array, **attributes: Any) -> jax.Array:
+    """Returns the result of a call that XLA takes into no fusion.
+
+    In one that writes a loop's results to their slice, the result of a call would not
+    share its buffer with `output`, and the call might run once more outside.
+    """
+    result = call(*lax.optimization_barrier(operands), **attributes)
+    return lax.optimization_barrier(result)  # type: ignore[no-any-return]
 
 
 # A splat of zero of any dtype. Minus zero is none.
@@ -359,7 +369,7 @@ def _collect_gpu(
         f"{_TARGET}_transpose",
         jax.ShapeDtypeStruct((batches, num_rows, *row), cotangent.dtype),
     )
-    return call(table, cotangent, axis=_label(params["axes"]), **ranks)
+    return _unfused(call, table, cotangent, axis=_label(params["axes"]), **ranks)
 
 
 def _gpu_ranks(ctx: Any, axes: tuple[Any, ...], groups: Groups) -> dict[str, Any]:

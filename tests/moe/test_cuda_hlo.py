@@ -108,6 +108,7 @@ def test_exchanges_run_beside_the_experts_of_other_chunks(cuda):
     ]
     assert sorted(order_between(hlo, 2)) == ["combine_start", "finish", "finish"]
     assert sorted(order_between(hlo, 3)) == ["combine", "finish"]
+    assert "partition-id" not in hlo
     assert assert_untouched_between(hlo) == 4
 
 
@@ -126,6 +127,27 @@ def test_one_chunk_is_two_whole_exchanges(cuda):
     (call,) = hlo.calls("turbobus_moe_dispatch")
     operands = re.search(r"custom-call\(([^)]*)\)", call)[1].split(", ")
     assert len(operands) == 2
+
+
+def test_a_loop_calls_each_exchange_once(cuda):
+    """XLA would take calls into fusions with slices, and call them outside, too."""
+    one = layer(num_chunks=1)
+
+    def gradients(tokens, ids, weights, params):
+        def body(x, params):
+            return x + one(x, ids, weights, params), None
+
+        def loss(tokens, params):
+            return (jax.lax.scan(body, tokens, params)[0] ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(tokens, params)
+
+    hlo = compiled(cuda, gradients, depth=3)
+    targets = ("dispatch", "combine", "combine_grad", "dispatch_grad")
+    assert hlo.counts() == {f"turbobus_moe_{name}": 1 for name in targets}
+    for body in hlo.split("\n}"):
+        is_fused = "%dynamic-slice-fusion" in body.split("{")[0]
+        assert not (is_fused and "turbobus" in body)
 
 
 @pytest.mark.parametrize("depth", [None, 3])
@@ -150,12 +172,15 @@ def test_gradients_run_beside_the_experts_too(cuda, depth):
     found = order(hlo)
     for name in ("dispatch_grad_start", "combine_grad_start"):
         assert found.count(name) == 2
-    beside = under_way(found)
     if depth is None:  # Of the experts; their parameters' gradients come last.
-        assert beside[:6] == [1, 2, 1, 1, 2, 1]
-    else:  # The loop back, in which parameters' gradients are anywhere, and the loop.
-        assert max(beside[:6]) == 2
-        assert beside[-3:] == [1, 2, 1]
+        assert under_way(found)[:6] == [1, 2, 1, 1, 2, 1]
+    else:
+        loops = [order(text) for text in hlo.split("\n}")]
+        (forward,) = (names for names in loops if "combine" in names)
+        assert under_way(forward) == [1, 2, 1]
+        # Here parameters' gradients are anywhere.
+        (back,) = (names for names in loops if "combine_grad" in names)
+        assert max(under_way(back)) == 2
     assert assert_untouched_between(hlo) == found.count("finish") == 8
 
 

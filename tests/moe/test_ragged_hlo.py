@@ -85,3 +85,18 @@ def test_a_donated_output_is_not_copied(cuda):
     hlo = compiled(cuda, lambda exchange, x, y: exchange(x, y), rows)
     assert list(hlo.counts()) == ["turbobus_ragged_all_to_all"]
     assert copies_of_rows(hlo) == []
+
+
+def test_a_loop_makes_no_call_part_of_a_fusion(cuda):
+    """There the result would not share its buffer with `output`."""
+
+    def f(exchange, x):
+        def body(x, _):
+            y = exchange(x, x * 2)
+            return y, y
+
+        return jax.lax.scan(body, x, length=3)[1].reshape(-1, HIDDEN)
+
+    hlo = compiled(cuda, f)
+    assert hlo.counts() == {"turbobus_ragged_all_to_all": 1}
+    assert "dynamic-slice-fusion" not in hlo
