@@ -20,7 +20,7 @@ from jax_turbobus.commands import _live_pages, _live_view, doctor, top
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HEADER_BYTES = ROW_BYTES = 128
-# Moves 8 MiB over and over, with an engine after the first line of input.
+# Moves 8 MiB over and over; "ready" comes after the first time, with its page.
 MOVES = """
 import sys, jax, jax.numpy as jnp, jax_turbobus
 host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -29,6 +29,7 @@ move = jax.jit(lambda x: jax_turbobus.to_device(x) * 2)
 if sys.argv[1] == "emulated":
     jax_turbobus.configure(
         topology="2xh200", emulate=True, rate_scale=0.002, block_bytes=1 << 20)
+move(x).block_until_ready()
 print("ready", flush=True)
 while True:
     move(x).block_until_ready()
@@ -71,7 +72,6 @@ def moving():
         )
         started.append(process)
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)  # the first page comes with the first transfer
         return process
 
     yield start
