@@ -1,6 +1,7 @@
 """Our exchange and its peers at one size: checked, timed in pairs, counted in bytes."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -210,15 +211,7 @@ def _bytes(
     schedule: str,
 ) -> list[Row]:
     """Returns what crosses between ranks, dispatch and combine together."""
-    counted = moe.volume(
-        tokens_per_rank=shape.tokens_per_rank,
-        hidden=shape.hidden,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        num_ranks=shape.num_ranks,
-        dtype=shape.dtype,
-        expert_ids=expert_ids,
-    )
+    counted = moe.volume(**dataclasses.asdict(shape), expert_ids=expert_ids)
     own = counted[schedule].total_bytes / 2**20
     return [
         Row.make(

@@ -1,5 +1,6 @@
 """The peers against a dense reference, and `bench experts` end to end."""
 
+import dataclasses
 import json
 
 import jax
@@ -178,15 +179,9 @@ def test_volume_is_what_exchanges_count(schedule):
     forward()
     counted = {kind.op: kind for kind in moe.exchange_stats()}
     assert {kind.schedule for kind in counted.values()} == {schedule}
-    expected = moe.volume(
-        tokens_per_rank=shape.tokens_per_rank,
-        hidden=shape.hidden,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        num_ranks=shape.num_ranks,
-        dtype=shape.dtype,
-        expert_ids=this.arguments[1],
-    )[schedule]
+    expected = moe.volume(**dataclasses.asdict(shape), expert_ids=this.arguments[1])[
+        schedule
+    ]
     np.testing.assert_array_equal(counted["dispatch"].pair_bytes, expected.dispatch)
     np.testing.assert_array_equal(counted["combine"].pair_bytes, expected.combine)
 

@@ -1,6 +1,6 @@
 // The stream engine on real GPUs, small enough for compute-sanitizer. What it
 // decides is tested on streams without a machine
-// (engine/stream_engine_test.cc).
+// (engine/stream_*_test.cc).
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/stream_engine.h"
+#include "engine/stream_testing.h"
 #include "transport/cuda/cuda_streams.h"
 
 namespace turbobus::engine {
@@ -22,8 +23,6 @@ namespace {
 using topo::Direction;
 using transport::RowCopy;
 using transport::cuda::CudaStreams;
-
-constexpr int64_t kKiB = 1024;
 
 using Bytes = std::vector<uint8_t>;
 
@@ -36,18 +35,11 @@ int NumGpus() {
   return 0;
 }
 
-Bytes Random(int64_t size, uint64_t seed) {
+Bytes RandomBytes(int64_t size, uint64_t seed) {
   std::mt19937_64 random(seed);
   Bytes bytes(static_cast<size_t>(size));
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
   return bytes;
-}
-
-StreamSettings SmallBlocks() {
-  return {.block_bytes = 64 * kKiB,
-          .min_pooled_bytes = 128 * kKiB,
-          .direct_latency_ns = 0,
-          .relay_latency_ns = 0};
 }
 
 class Pinned {
@@ -105,23 +97,12 @@ class CudaEngineTest : public testing::Test {
     setenv("JAX_TURBOBUS_LOCK_DIR", testing::TempDir().c_str(), 1);
     auto streams = CudaStreams::Create();
     ASSERT_TRUE(streams.ok()) << streams.status();
-    std::vector<topo::Path> paths;
     for (int gpu = 0; gpu < NumGpus(); ++gpu) {
-      for (const Direction direction : {Direction::kH2d, Direction::kD2h}) {
-        for (int relay = topo::kNoRelay; relay < NumGpus(); ++relay) {
-          if (relay == gpu) continue;
-          paths.push_back({.gpu = gpu,
-                           .relay = relay,
-                           .direction = direction,
-                           .bandwidth_bytes_per_s = 50e9,
-                           .links = {}});
-        }
-      }
       ASSERT_CUDA(cudaSetDevice(gpu));
       ASSERT_CUDA(cudaStreamCreateWithFlags(&xla_.emplace_back(),
                                             cudaStreamNonBlocking));
     }
-    auto engine = StreamEngine::Create(std::move(*streams), std::move(paths),
+    auto engine = StreamEngine::Create(std::move(*streams), AllPaths(NumGpus()),
                                        SmallBlocks());
     ASSERT_TRUE(engine.ok()) << engine.status();
     engine_ = std::move(*engine);
@@ -160,7 +141,7 @@ TEST_F(CudaEngineTest, BytesSurviveEveryWayToDriveLanes) {
       ASSERT_EQ(engine_->SetSettings(settings), OkStatus());
       for (int gpu = 0; gpu < NumGpus(); ++gpu) {
         for (const int64_t size : {int64_t{1}, 100 * kKiB, 900 * kKiB + 3}) {
-          const Bytes bytes = Random(size, static_cast<uint64_t>(size));
+          const Bytes bytes = RandomBytes(size, static_cast<uint64_t>(size));
           const Pinned in(bytes);
           const Pinned out(Bytes(bytes.size()));
           const OnDevice device(gpu, bytes.size());
@@ -182,7 +163,7 @@ TEST_F(CudaEngineTest, BytesSurviveEveryWayToDriveLanes) {
 
 TEST_F(CudaEngineTest, TheSourceMayBeOverwrittenRightAfter) {
   constexpr int64_t kSize = 700 * kKiB;
-  const Bytes bytes = Random(kSize, 5);
+  const Bytes bytes = RandomBytes(kSize, 5);
   const Pinned in(bytes);
   const Pinned out(Bytes(bytes.size()));
   const OnDevice device(0, bytes.size());
@@ -202,7 +183,7 @@ TEST_F(CudaEngineTest, TheSourceMayBeOverwrittenRightAfter) {
 
 TEST_F(CudaEngineTest, StartedTransfersAreCompleteAfterDone) {
   constexpr int64_t kSize = 500 * kKiB;
-  const Bytes bytes = Random(kSize, 6);
+  const Bytes bytes = RandomBytes(kSize, 6);
   const Pinned in(bytes);
   const OnDevice device(0, bytes.size());
   const CopyRequest request =
@@ -223,7 +204,7 @@ TEST_F(CudaEngineTest, RowsAreFetchedAndStoredWhereTheDeviceSays) {
   // Once on the GPU's own cores, once with relays; the last is no multiple of
   // what a thread copies.
   for (const int64_t row_bytes : {48 * kKiB, 300 * kKiB, 200 * kKiB + 3}) {
-    const Bytes bytes = Random(kRows * row_bytes, 7);
+    const Bytes bytes = RandomBytes(kRows * row_bytes, 7);
     const Pinned stack(bytes);
     const Pinned stored(Bytes(bytes.size()));
     const OnDevice row(0, static_cast<size_t>(row_bytes));
@@ -255,7 +236,7 @@ TEST_F(CudaEngineTest, RowsAreFetchedAndStoredWhereTheDeviceSays) {
 
 TEST_F(CudaEngineTest, NothingGrowsOverManyTransfers) {
   constexpr int64_t kSize = 260 * kKiB;
-  const Pinned in(Random(kSize, 8));
+  const Pinned in(RandomBytes(kSize, 8));
   const OnDevice device(0, kSize);
   const auto run = [&](int count) {
     for (int i = 0; i < count; ++i) {
