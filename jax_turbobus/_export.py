@@ -18,7 +18,7 @@ def export_checks() -> list[DisabledSafetyCheck]:
     it before.
     """
     _ffi.register()
-    names = sorted(_ffi.core().ffi_targets())
+    names = sorted({*_ffi.core().ffi_targets(), *_ffi.CUDA_ONLY})
     return [
         DisabledSafetyCheck.custom_call(name)
         for name in (*names, "AllocateBuffer", "annotate_device_placement")

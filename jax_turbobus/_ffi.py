@@ -10,7 +10,24 @@ import jax
 
 from jax_turbobus import _compat
 
-__all__ = ["check_api_version", "core", "cuda", "register", "set_exchange_timeout"]
+__all__ = [
+    "CUDA_ONLY",
+    "check_api_version",
+    "core",
+    "cuda",
+    "register",
+    "set_exchange_timeout",
+]
+
+# Targets that the core, for CPU devices, has not.
+CUDA_ONLY = (
+    "turbobus_moe_finish",
+    "turbobus_ragged_all_to_all_onto_zeros",
+    *(
+        f"turbobus_moe_{name}_start"
+        for name in ("dispatch", "dispatch_grad", "combine", "combine_grad")
+    ),
+)
 
 
 def check_api_version(library: str, built_against: tuple[int, int]) -> None:

@@ -22,16 +22,6 @@ from jax_turbobus import _ffi
 HOST = jax.memory.Space.Host
 TARGET = pathlib.Path(__file__).with_name("h200.txtpb")
 
-# Targets that the core, for CPU devices, has not.
-CUDA_ONLY = [
-    "turbobus_moe_finish",
-    "turbobus_ragged_all_to_all_onto_zeros",
-    *(
-        f"turbobus_moe_{name}_start"
-        for name in ("dispatch", "dispatch_grad", "combine", "combine_grad")
-    ),
-]
-
 # Compile-only devices list no memories, so no argument's type says that it lies on
 # the host. This says so, and `_set_kinds` tells XLA.
 as_host_p = Primitive("as_host")
@@ -109,7 +99,7 @@ def cuda():
     _load_compiler()
     topology = {n: _cuda_topology(n) for n in (1, 2)}
     targets = _ffi.core().ffi_targets()
-    halves = dict.fromkeys(CUDA_ONLY, targets["turbobus_moe_dispatch"])
+    halves = dict.fromkeys(_ffi.CUDA_ONLY, targets["turbobus_moe_dispatch"])
     for name, stages in (targets | halves).items():
         # Never run: XLA only asks whether there is a handler.
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")

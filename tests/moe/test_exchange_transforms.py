@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from moe_mesh import integers, make_mesh, on_mesh, routing, scaling_layer
 from moe_reference import dense
 
-from jax_turbobus import moe
+from jax_turbobus import _ffi, moe
 
 T, K, E, H = 10, 2, 8, 160
 
@@ -398,6 +398,36 @@ def test_an_exported_program_exchanges_after_a_round_trip(is_ragged):
     exported = export.export(mapped, disabled_checks=checks)(*sharded)
     again = export.deserialize(exported.serialize())
     assert_same(jax.jit(again.call)(*sharded), want)
+
+
+def test_programs_for_gpus_can_be_exported():
+    """They have calls that CPU devices have not."""
+
+    def layer(tokens, ids, weights):
+        y = moe.expert_parallel(
+            lambda rows, _: rows * 2,
+            tokens,
+            ids,
+            weights,
+            num_experts=E,
+            axis_name="x",
+            num_chunks=2,
+        )
+        sizes = jnp.zeros(4, jnp.int32)
+        return moe.ragged_all_to_all(y, jnp.zeros_like(y), *[sizes] * 4, axis_name="x")
+
+    mesh = make_mesh()
+    args = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in inputs(4)[:3]]
+
+    def loss(tokens, ids, weights):
+        return (on_mesh(layer, mesh)(tokens, ids, weights) ** 2).sum()
+
+    exported = export.export(
+        jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=moe.export_checks()
+    )(*args)
+    called = exported.mlir_module()
+    for name in _ffi.CUDA_ONLY:
+        assert name in called
 
 
 def test_the_result_varies_over_the_axis_like_any_other():
