@@ -16,7 +16,15 @@ from jax_turbobus import _ffi
 from jax_turbobus.moe import _devices, _matching, _primitives
 from jax_turbobus.moe._routing import Routing
 
-__all__ = ["SUMMABLE", "bring", "bring_grad", "send", "send_grad", "weight_dtype"]
+__all__ = [
+    "SUMMABLE",
+    "bring",
+    "bring_grad",
+    "is_empty",
+    "send",
+    "send_grad",
+    "weight_dtype",
+]
 
 # Dtypes that the C++ core adds rows in; others are converted to float32 and back.
 SUMMABLE = ("float32", "float64", "bfloat16", "float16")
@@ -134,6 +142,11 @@ def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 mlir.register_lowering(_send.whole, _lower_send_cpu, platform="cpu")
 
 
+def is_empty(routing: Routing, expert_ids: jax.Array) -> bool:
+    """Returns whether no row can go anywhere: nobody has a choice, or room."""
+    return expert_ids.size == 0 or routing.num_rows == 0
+
+
 def _bind(
     exchange: _Exchange,
     routing: Routing,
@@ -146,13 +159,14 @@ def _bind(
 
     Where there is no choice nothing is exchanged and all results are zero. A key there
     would be a call with a side effect in a program without arguments: XLA takes empty
-    ones for constants, and does not compile that.
+    ones for constants, and does not compile that. Nor does it compile, in JAX 0.11,
+    some calls for no rows; of those only `send` has a result, the rows wanted.
     """
     params = {
         "num_rows": routing.num_rows,
         "num_local_experts": routing.num_local_experts,
     }
-    if expert_ids.size == 0:
+    if expert_ids.size == 0 or (routing.num_rows == 0 and exchange is not _send):
         avals = exchange.out_avals(*operands, **params)
         nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return _matching.vary_alike(routing.group, (rank, *nothing))[1:]

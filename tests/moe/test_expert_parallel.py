@@ -152,6 +152,27 @@ def test_gradients_of_a_loop_over_chunks():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_where_there_is_no_room_all_is_zero(num_chunks):
+    """JAX 0.11 ended the process when it compiled the gradients."""
+    tokens, ids, weights, scale = inputs("distinct")
+    options = {"num_chunks": num_chunks, "recv_capacity": 0, "with_overflow": True}
+
+    def run(tokens, weights):
+        y, overflow = layer(**options)(tokens, ids[:T], weights, scale)
+        return y, overflow[None]
+
+    mapped = on_mesh(run, make_mesh())
+
+    def loss(tokens, weights):
+        y, overflow = mapped(tokens, weights)
+        return (y**2).sum(), overflow
+
+    got, overflow = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(tokens, weights)
+    assert not any(np.asarray(g).any() for g in got)
+    assert overflow.sum() > 0
+
+
 def test_masked_choices_are_no_nan_to_jax_debug_nans():
     """Gradients carry slots as the bits of floats."""
     ids = jnp.full((R * 2, 1), -1)
