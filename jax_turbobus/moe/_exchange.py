@@ -142,9 +142,9 @@ def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
 mlir.register_lowering(_send.whole, _lower_send_cpu, platform="cpu")
 
 
-def is_empty(routing: Routing, expert_ids: jax.Array) -> bool:
-    """Returns whether no row can go anywhere: nobody has a choice, or room."""
-    return expert_ids.size == 0 or routing.num_rows == 0
+def is_empty(routing: Routing, rows: jax.Array, expert_ids: jax.Array) -> bool:
+    """Returns whether nothing can move: rows of nothing, or no choice, or no room."""
+    return 0 in (expert_ids.size, routing.num_rows, rows.shape[-1])
 
 
 def _bind(
@@ -160,13 +160,14 @@ def _bind(
     Where there is no choice nothing is exchanged and all results are zero. A key there
     would be a call with a side effect in a program without arguments: XLA takes empty
     ones for constants, and does not compile that. Nor does it compile, in JAX 0.11,
-    some calls for no rows; of those only `send` has a result, the rows wanted.
+    some calls for empty rows; of those only `send` has a result, its plan.
     """
     params = {
         "num_rows": routing.num_rows,
         "num_local_experts": routing.num_local_experts,
     }
-    if expert_ids.size == 0 or (routing.num_rows == 0 and exchange is not _send):
+    has_result = exchange is _send and expert_ids.size != 0
+    if is_empty(routing, operands[0], expert_ids) and not has_result:
         avals = exchange.out_avals(*operands, **params)
         nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         return _matching.vary_alike(routing.group, (rank, *nothing))[1:]

@@ -105,7 +105,7 @@ class _Dispatching:
         self._operands = operands._replace(tokens=tokens)
         self._is_whole = (
             tokens.dtype.name not in _exchange.SUMMABLE
-            or _exchange.is_empty(operands.routing, operands.expert_ids)
+            or _exchange.is_empty(operands.routing, tokens, operands.expert_ids)
             # A slot of -1, as a float, is NaN (`_halves`).
             or jax.config.jax_debug_nans  # type: ignore[attr-defined]
         )
@@ -132,7 +132,7 @@ class _Combining:
         self._dtype = results.dtype
         self._routing = state.routing
         self._operands = operands = _combine.prepared(results, state)
-        self._is_whole = _exchange.is_empty(state.routing, state.expert_ids)
+        self._is_whole = _exchange.is_empty(state.routing, results, state.expert_ids)
         if self._is_whole:
             self.handle = Handle((_linear.bring(self._routing, *operands),))
         else:

@@ -173,6 +173,29 @@ def test_where_there_is_no_room_all_is_zero(num_chunks):
     assert overflow.sum() > 0
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_rows_of_nothing(num_chunks):
+    """JAX 0.11 ended the process when it compiled these."""
+    tokens, ids, weights, _ = inputs()
+
+    def run(tokens, ids, weights):
+        return moe.expert_parallel(
+            lambda rows, _: rows[:, :0],
+            tokens,
+            ids,
+            weights,
+            num_experts=E,
+            axis_name="x",
+            num_chunks=num_chunks,
+        )
+
+    mapped = on_mesh(run, make_mesh())
+    both = jax.value_and_grad(lambda x, w: mapped(x, ids, w).sum(), (0, 1))
+    value, grads = jax.jit(both)(tokens, weights)
+    assert value == 0
+    assert not any(np.asarray(g).any() for g in grads)
+
+
 def test_masked_choices_are_no_nan_to_jax_debug_nans():
     """Gradients carry slots as the bits of floats."""
     ids = jnp.full((R * 2, 1), -1)
