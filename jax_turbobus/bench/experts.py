@@ -26,6 +26,23 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 1 << 30
 
 
+# What the table for GPUs fixes by itself.
+_OF_ONE_SIZE = (
+    "per_rank",
+    "hidden",
+    "experts",
+    "topk",
+    "dtype",
+    "route",
+    "slack",
+    "schedule",
+    "only",
+    "forward_only",
+    "in_a_row",
+    "seed",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes and what to compare with."""
     parser.add_argument(
@@ -85,6 +102,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         # Imported here: it compares by `compare`.
         from jax_turbobus.bench import experts_gpu
 
+        _check_table(args)
         _options.check_whole("--rounds", args.rounds, 1, _MOST)
         _options.check_whole("--shrink", args.shrink, 1, _MOST)
         return experts_gpu.run(args)
@@ -110,6 +128,23 @@ def compare(args: argparse.Namespace) -> list[Row]:
     """
     _check_options(args, len(args.devices))
     return compare_at_one_size(args)
+
+
+def _check_table(args: argparse.Namespace) -> None:
+    """Refuses options of one size where the whole table is measured.
+
+    Raises:
+      OptionError: one is not as it is by default.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    defaults = parser.parse_args([])
+    for name in _OF_ONE_SIZE:
+        if getattr(args, name) != getattr(defaults, name):
+            raise _options.OptionError(
+                f"--{name.replace('_', '-')}: is of one size: give --tokens, too;"
+                " without it all that is asked on GPUs is measured, as it is asked"
+            )
 
 
 def _check_options(args: argparse.Namespace, num_ranks: int) -> None:

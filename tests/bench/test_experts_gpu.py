@@ -5,7 +5,7 @@ import argparse
 import jax
 import pytest
 
-from jax_turbobus.bench import experts_gpu
+from jax_turbobus.bench import experts, experts_gpu
 from jax_turbobus.bench.experts_gpu import layers
 from jax_turbobus.bench.experts_gpu._setup import Setup, kernel_seconds
 
@@ -51,3 +51,11 @@ def test_a_case_that_fails_is_a_row(monkeypatch):
 
 def test_there_are_no_kernels_on_a_cpu():
     assert kernel_seconds(lambda: jax.numpy.ones(8), calls=1) == {}
+
+
+def test_options_of_one_size_are_refused_for_the_table(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    parser = argparse.ArgumentParser()
+    experts.add_arguments(parser)
+    with pytest.raises(ValueError, match="--dtype: is of one size: give --tokens"):
+        experts.run(parser.parse_args(["--dtype", "bfloat16"]))
