@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.moe import _devices
 
-__all__ = ["anchor", "barrier", "blank", "finish", "in_order"]
+__all__ = ["anchor", "barrier", "blank", "finish", "in_order", "lower_zeros"]
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
@@ -122,7 +122,7 @@ def _of_nonzero(values: Any, on_gpus: bool) -> list[Any]:
 
 def _in_order_dce(used: Any, *others: Any) -> Any:
     # Without it, a start could stay whose finish nobody uses.
-    eqn = others[-1]  # JAX 0.12 says before it which operands are alive.
+    eqn = others[-1]  # JAX 0.12 says before it which operands live.
     if not any(used):
         return [False] * len(used), None
     keep = [i for i, is_used in enumerate(used) if is_used]
@@ -134,8 +134,7 @@ def _in_order_dce(used: Any, *others: Any) -> Any:
 batching.primitive_batchers[_in_order_p] = _in_order_batch
 ad.primitive_jvps[_in_order_p] = _in_order_jvp
 ad.primitive_transposes[_in_order_p] = _in_order_transpose
-# From JAX 0.12 on, which inputs live stands between the two.
-pe.dce_rules[_in_order_p] = lambda *args: _in_order_dce(args[0], args[-1])
+pe.dce_rules[_in_order_p] = _in_order_dce
 
 
 def _lower_in_order(*, is_gpu: bool) -> Any:
@@ -203,8 +202,9 @@ def anchor(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
 _blank_p = _define("blank", lambda x: [x.update(dtype=jnp.dtype("float32"))])
 
 
-def _lower_blank(ctx: Any, x: Any) -> Any:
-    del x
+def lower_zeros(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Returns the IR of zeros of the one result's type; nothing is read."""
+    del operands, params
     (aval,) = ctx.avals_out
     zeros = mlir.lower_fun(
         lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False
@@ -212,7 +212,7 @@ def _lower_blank(ctx: Any, x: Any) -> Any:
     return zeros(ctx.replace(avals_in=[]))
 
 
-mlir.register_lowering(_blank_p, _lower_blank)
+mlir.register_lowering(_blank_p, lower_zeros)
 batching.primitive_batchers[_blank_p] = lambda args, dims: (_blank_p.bind(*args), dims)
 
 

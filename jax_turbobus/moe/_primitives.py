@@ -314,7 +314,7 @@ def _gather_keys_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) 
 
 def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
     if _devices.why_apart(ctx, axes) is not None:
-        return _no_keys(ctx, *deps)
+        return _in_flight.lower_zeros(ctx)
     _ffi.register()
     gather = mlir.lower_fun(
         lambda *deps: lax.all_gather(new_key(*deps), axes), multiple_results=False
@@ -323,20 +323,11 @@ def _gather_keys_cpu(ctx: Any, *deps: Any, axes: Any, sizes: Any) -> Any:
         return gather(ctx, *deps)
 
 
-def _no_keys(ctx: Any, *deps: Any, **params: Any) -> Any:
-    # GPUs know a call by its run and its place in it, collectives by themselves.
-    del deps, params
-    (aval,) = ctx.avals_out
-    zeros = mlir.lower_fun(
-        lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False
-    )
-    return zeros(ctx.replace(avals_in=[]))
-
-
 _gather_keys_p.def_abstract_eval(_gather_keys_abstract_eval)
 batching.primitive_batchers[_gather_keys_p] = _gather_keys_batch
 mlir.register_lowering(_gather_keys_p, _gather_keys_cpu, platform="cpu")
-mlir.register_lowering(_gather_keys_p, _no_keys)
+# GPUs know a call by its run and its place in it, collectives by themselves.
+mlir.register_lowering(_gather_keys_p, _in_flight.lower_zeros)
 
 
 def gather_keys(axes: tuple[Any, ...], deps: Sequence[jax.Array]) -> jax.Array:
