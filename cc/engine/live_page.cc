@@ -132,7 +132,7 @@ LivePage::~LivePage() {
 
 std::string LivePage::Folder() {
   const char* const parent = std::getenv("JAX_TURBOBUS_LOCK_DIR");
-  return std::string(parent != nullptr ? parent : "/tmp") +
+  return std::string(parent != nullptr && *parent != '\0' ? parent : "/tmp") +
          "/jax_turbobus-top-" + std::to_string(geteuid());
 }
 

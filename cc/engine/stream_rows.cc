@@ -218,7 +218,9 @@ Status StreamEngine::LaunchRow(const RowRequest& request, bool is_start) {
   if (plan.flight == nullptr) {
     status = streams_->CopyRow(request.gpu, request.stream,
                                Part(request, 0, request.row.row_bytes()));
-    CountPlain(request.gpu, DirectionOf(request), request.row.row_bytes());
+    if (status.ok()) {
+      CountPlain(request.gpu, DirectionOf(request), request.row.row_bytes());
+    }
   } else {
     status = IssueRow(request, plan);
     if (!is_start || !status.ok()) {

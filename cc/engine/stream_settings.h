@@ -24,9 +24,8 @@ enum class RelayStreams : uint8_t {
   /// One a leg; events say when a slot is full and when it is free.
   kPerLeg = 0,
   /// One a slot, which carries both legs of a block. Blocks cross PCIe one
-  /// after
-  /// the other, because each waits for the one before on the other slot's
-  /// stream: that wait is also what lets others in between.
+  /// after the other, because each waits for the one before on the other
+  /// slot's stream: that wait is also what lets others in between.
   kPerSlot = 1,
   /// As kPerSlot, but the two streams do not wait for each other.
   kPerSlotLoose = 2,

@@ -251,7 +251,7 @@ Outcome After(AnyBuffer value, AnyBuffer, Result result) {
   return OkStatus();
 }
 
-/// An operation that XLA counts (jax_turbobus/offload/_primitives.py, `tie_p`).
+/// An operation that XLA counts (jax_turbobus/offload/_marks.py, `tie_p`).
 Outcome Nop(Result) { return OkStatus(); }
 
 auto Bind() { return xla::ffi::Ffi::Bind().Ctx<xla::ffi::DeviceOrdinal>(); }

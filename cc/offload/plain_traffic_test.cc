@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "offload/staged_transfer.h"
 #include "offload/transfer.h"
 
 namespace turbobus::offload {
@@ -85,6 +86,14 @@ TEST(PlainTrafficTest, CopiesOfAllThreadsAreOnOnePageAndAForksOnItsOwn) {
     EXPECT_EQ(InFlight(OwnPage(), 2 * 63), 77) << "devices beyond share a row";
   }
   EXPECT_EQ(BytesOf(OwnPage(), 2 * 63), 77);
+
+  const std::vector<char> src(1000, 'y');
+  std::vector<char> dst(src.size());
+  const auto staged = StagedTransfer::Start(Direction::kH2d, 5,
+                                            {{src.data(), dst.data(), 1000}});
+  staged->Land();
+  EXPECT_EQ(dst, src);
+  EXPECT_EQ(BytesOf(OwnPage(), 2 * 5), 1000);
 
   const std::string before = OwnPage();
   const pid_t child = fork();

@@ -16,12 +16,6 @@ struct Staging {
   std::unique_ptr<std::byte[]> destination;
 };
 
-int64_t TotalBytes(const std::vector<Piece>& pieces) {
-  int64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.size_bytes;
-  return total;
-}
-
 }  // namespace
 
 std::shared_ptr<StagedTransfer> StagedTransfer::Start(
@@ -32,14 +26,16 @@ std::shared_ptr<StagedTransfer> StagedTransfer::Start(
   // disagree about the private memory.
   std::shared_ptr<engine::Engine> engine = engine::ProcessEngine();
   if (size_bytes == 0 || engine == nullptr) {
-    staged->transfer_ = Transfer::CopyNow(std::move(pieces));
+    staged->transfer_ =
+        Transfer::StartOn(nullptr, direction, device, std::move(pieces));
     return staged;
   }
   const auto staging = std::make_shared<Staging>();
   staging->source.reset(new (std::nothrow) std::byte[size_bytes]);
   staging->destination.reset(new (std::nothrow) std::byte[size_bytes]);
   if (staging->source == nullptr || staging->destination == nullptr) {
-    staged->transfer_ = Transfer::CopyNow(std::move(pieces));
+    staged->transfer_ =
+        Transfer::StartOn(nullptr, direction, device, std::move(pieces));
     return staged;
   }
   std::vector<Piece> gather;

@@ -33,6 +33,12 @@ bool IsForTheProgram(const Status& status) {
 
 }  // namespace
 
+int64_t TotalBytes(const std::vector<Piece>& pieces) {
+  int64_t total = 0;
+  for (const Piece& piece : pieces) total += piece.size_bytes;
+  return total;
+}
+
 std::shared_ptr<Transfer> Transfer::Start(
     topo::Direction direction, int device, std::vector<Piece> pieces,
     std::shared_ptr<const void> keep_alive) {
@@ -45,13 +51,11 @@ std::shared_ptr<Transfer> Transfer::StartOn(
     int device, std::vector<Piece> pieces,
     std::shared_ptr<const void> keep_alive) {
   std::erase_if(pieces, [](const Piece& p) { return p.size_bytes == 0; });
-  if (engine == nullptr && !pieces.empty()) {
-    int64_t size_bytes = 0;
-    for (const Piece& piece : pieces) size_bytes += piece.size_bytes;
-    const PlainTraffic traffic(direction, device, size_bytes);
+  if (pieces.empty()) {
     return CopyNow(std::move(pieces), std::move(keep_alive));
   }
-  if (pieces.empty()) {
+  if (engine == nullptr) {
+    const PlainTraffic traffic(direction, device, TotalBytes(pieces));
     return CopyNow(std::move(pieces), std::move(keep_alive));
   }
   const std::shared_ptr<Transfer> transfer(

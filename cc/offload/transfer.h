@@ -21,6 +21,8 @@ struct Piece {
   int64_t size_bytes = 0;
 };
 
+int64_t TotalBytes(const std::vector<Piece>& pieces);
+
 /// memcpy, past the caches where that pays.
 void CopyDirectly(const std::vector<Piece>& pieces);
 

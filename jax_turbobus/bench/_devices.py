@@ -29,7 +29,7 @@ def bench_devices() -> list[jax.Device]:
 def _start_again() -> NoReturn:
     if os.environ.get(_REEXECUTED):
         raise RuntimeError(
-            f"bench experts: expected {_NUM_CPU_DEVICES} CPU devices, got"
+            f"bench: expected {_NUM_CPU_DEVICES} CPU devices, got"
             f" {jax.device_count()}; XLA_FLAGS={os.environ.get('XLA_FLAGS')!r}"
         )
     count = f"--xla_force_host_platform_device_count={_NUM_CPU_DEVICES}"

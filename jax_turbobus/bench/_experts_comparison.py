@@ -57,7 +57,7 @@ def compare_at_one_size(args: argparse.Namespace) -> list[Row]:
         rows += _check(layer, name, {_OURS: mine} | schemes)
         rows += _race(layer, name, slack, mine, schemes, args)
         schedule = _schedule_of(layer, mine)
-    rows += _bytes(shape, expert_ids, args.route, schedule)
+    rows += _bytes(args.prefix, shape, expert_ids, args.route, schedule)
     return rows
 
 
@@ -205,6 +205,7 @@ def _race(
 
 
 def _bytes(
+    prefix: str,
     shape: ExchangeShape,
     expert_ids: np.ndarray[Any, Any],
     route: str,
@@ -215,7 +216,8 @@ def _bytes(
     own = counted[schedule].total_bytes / 2**20
     return [
         Row.make(
-            f"{shape.num_ranks} x {shape.tokens_per_rank} tokens, {route}, {schedule}",
+            f"{prefix}{shape.num_ranks} x {shape.tokens_per_rank} tokens, {route},"
+            f" {schedule}",
             "moved between ranks, MiB",
             own,
             peer=counted[name].total_bytes / 2**20,

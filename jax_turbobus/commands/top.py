@@ -21,7 +21,7 @@ from jax_turbobus.commands import _live_view
 
 __all__ = ["Sample", "add_arguments", "bar", "lenders", "run", "table"]
 
-_GIB = 1e9
+_GB = 1e9
 # Rates need two looks; the first update comes after so long.
 _FIRST_LOOK_S = 0.25
 
@@ -136,7 +136,7 @@ def _as_json(
 
 
 def _lock_directory() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("JAX_TURBOBUS_LOCK_DIR", "/tmp"))
+    return pathlib.Path(os.environ.get("JAX_TURBOBUS_LOCK_DIR") or "/tmp")
 
 
 def table(samples: Iterable[Sample]) -> list[str]:
@@ -148,7 +148,7 @@ def table(samples: Iterable[Sample]) -> list[str]:
         nvlink = (
             ""
             if one.nvlink_bytes_per_s is None
-            else f"{one.nvlink_bytes_per_s / _GIB:.1f}"
+            else f"{one.nvlink_bytes_per_s / _GB:.1f}"
         )
         lender = "" if one.lender is None else f"process {one.lender}"
         lines.append(
@@ -164,7 +164,7 @@ def bar(bytes_per_s: float, most: float, width: int = 20) -> str:
     """Returns a rate with a bar that says how much of the link it is."""
     share = min(bytes_per_s / most, 1.0) if most > 0 else 0.0
     filled = round(share * width)
-    return f"{'█' * filled}{'·' * (width - filled)} {bytes_per_s / _GIB:6.1f}"
+    return f"{'█' * filled}{'·' * (width - filled)} {bytes_per_s / _GB:6.1f}"
 
 
 def lenders(locks: str, directory: pathlib.Path) -> dict[str, int]:

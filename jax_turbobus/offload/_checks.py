@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_turbobus import _compat
+from jax_turbobus.offload._define import DEVICE, HOST
 
 __all__ = [
-    "KINDS",
+    "DEVICE",
+    "HOST",
     "check_array",
     "check_function",
     "check_index",
@@ -26,8 +28,6 @@ __all__ = [
     "space_of",
 ]
 
-DEVICE = jax.memory.Space.Device
-HOST = jax.memory.Space.Host
 KINDS = {DEVICE: "device", HOST: "pinned_host"}
 
 _MOVE_THERE = {

@@ -25,12 +25,10 @@ __all__ = ["after_p", "anchor_p", "batch_p", "mark_p", "tie_p", "total_p"]
 batch_p: Any = Primitive("turbobus_batch")
 batch_p.def_abstract_eval(lambda x, *_, differentiated: scalar_aval(x))
 batch_p.def_impl(lambda *_, differentiated: np.int32(0))
-mlir.register_lowering(
-    batch_p,
-    mlir.lower_fun(
-        lambda *_, differentiated: jax.numpy.int32(0), multiple_results=False
-    ),
+_lower_zero = mlir.lower_fun(
+    lambda *_, **__: jax.numpy.int32(0), multiple_results=False
 )
+mlir.register_lowering(batch_p, _lower_zero)
 
 total_p: Any = Primitive("turbobus_total")
 total_p.def_abstract_eval(lambda grad, stack, batch: grad)
@@ -55,7 +53,6 @@ mlir.register_lowering(anchor_p, lambda context, x, *others: [x])
 mark_p: Any = Primitive("turbobus_mark")
 mark_p.def_abstract_eval(lambda *values: scalar_aval(values[0]))
 mark_p.def_impl(lambda *values: np.int32(0))
-_lower_zero = mlir.lower_fun(lambda *_: jax.numpy.int32(0), multiple_results=False)
 
 
 def _lower_mark_cpu(context: Any, *values: Any) -> Any:

@@ -401,7 +401,7 @@ place_p = define(
 )
 
 # The second half of a start: waits, and gives the same buffer, ready. `read` is
-# what the start reads, kept alive until then. The last ones may be marks (see below).
+# what the start reads, kept alive until then. The last ones may be marks (`_marks`).
 
 
 def _done_dims(

@@ -7,6 +7,7 @@ from typing import Any, get_args
 from jax_turbobus.sim._policies import POLICIES, Allocation, Policy
 from jax_turbobus.sim._types import Background, Direction, Transfer
 from jax_turbobus.topology import Topology
+from jax_turbobus.topology._checks import whole
 
 __all__ = ["MOST_NS", "check_background", "check_policy", "check_transfers", "whole"]
 
@@ -16,21 +17,6 @@ _MOST_BYTES_PER_S = 1e15
 MOST_NS = 1 << 61
 # About a minute's work.
 _MOST_BLOCKS = 1 << 20
-
-
-def whole(name: str, value: Any, least: int, most: int) -> int:
-    """Returns `value`, a whole number in a range.
-
-    Raises:
-      TypeError: it is no whole number.
-      ValueError: it is out of the range.
-    """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name}: expected {least} to {most}, got {value}")
-    return int(value)
 
 
 def check_policy(policy: Any) -> Policy:

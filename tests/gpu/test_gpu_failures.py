@@ -1,7 +1,7 @@
 """What breaks on GPUs ends in direct copies or in an error with a name."""
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -92,14 +92,11 @@ def test_every_allocator(allocator):
     assert len(out.split()) >= 2, allocator
 
 
-@pytest.mark.multigpu
-def test_another_process_that_lends_is_respected(tmp_path):
-    holder = (
-        PRELUDE + "check(); print('ready', flush=True); import time; time.sleep(60)"
-    )
-    environ = {"JAX_TURBOBUS_LOCK_DIR": str(tmp_path)}
+@contextlib.contextmanager
+def other_process(code, **environ):
+    """A process that has said "ready"; killed when this is left."""
     with subprocess.Popen(
-        [sys.executable, "-c", holder],
+        [sys.executable, "-c", code],
         env={
             **os.environ,
             **environ,
@@ -109,13 +106,25 @@ def test_another_process_that_lends_is_respected(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout.readline().strip() == "ready"
+        try:
+            assert process.stdout.readline().strip() == "ready"
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.multigpu
+def test_another_process_that_lends_is_respected(tmp_path):
+    holder = (
+        PRELUDE + "check(); print('ready', flush=True); import time; time.sleep(60)"
+    )
+    environ = {"JAX_TURBOBUS_LOCK_DIR": str(tmp_path)}
+    with other_process(holder, **environ):
         out = run_python(
             PRELUDE + "raw = check(); print(raw['num_pooled'], dropped(raw))", **environ
         )
         assert "another process lends" in out
-        # Killed in the middle of whatever it does: its lock and memory go.
-        process.send_signal(signal.SIGKILL)
+    # Killed in the middle of whatever it does: its lock and memory go.
     time.sleep(0.5)
     out = run_python(PRELUDE + "raw = check(); print(raw['num_pooled'])", **environ)
     assert out.split()[-1] == "2"
@@ -140,21 +149,9 @@ while True: kept[1:] = [load(h) for _ in range(7)]
 """
     )
     environ = {"JAX_TURBOBUS_LOCK_DIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", victim],
-        env={
-            **os.environ,
-            **environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.path.dirname(__file__),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline().strip() == "ready"
+    with other_process(victim, **environ):
         time.sleep(0.2)
         before = used()
-        process.send_signal(signal.SIGKILL)
     # Other tests may be using the GPU, but not to this extent.
     for _ in range(100):
         if before - used() > 5 << 30:

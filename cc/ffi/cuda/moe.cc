@@ -139,22 +139,24 @@ Error CombineGrad(cudaStream_t stream, int32_t device, RunId run_id,
 Error Finish(cudaStream_t stream, int32_t device, RunId run_id,
              std::string_view op, xla::ffi::RemainingArgs args,
              xla::ffi::RemainingRets results) {
+  Status copied;
   std::vector<const void*> addresses;
   for (size_t i = 0; i < results.size(); ++i) {
     const auto started = args.get<AnyBuffer>(i);
     auto result = results.get<AnyBuffer>(i);
     if (!started.has_value()) return started.error();
     if (!result.has_value()) return result.error();
-    if (started->untyped_data() != (*result)->untyped_data()) {
-      return ToError(FailedPrecondition(
+    if (copied.ok() && started->untyped_data() != (*result)->untyped_data()) {
+      copied = FailedPrecondition(
           std::string(op) + ": XLA copied result " + std::to_string(i) +
-          " of an exchange under way; please report the program"));
+          " of an exchange under way; please report the program");
     }
     addresses.push_back(started->untyped_data());
   }
-  return ToError(SideStreams::Process()
-                     .Join({device, run_id.run_id, stream}, addresses)
-                     .WithContext(op));
+  const Status joined = SideStreams::Process()
+                            .Join({device, run_id.run_id, stream}, addresses)
+                            .WithContext(op);
+  return ToError(copied.ok() ? joined : copied);
 }
 
 /// What every exchange begins with.

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -8,6 +7,7 @@
 #include "ffi/cuda/moe_calls.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/error.h"
+#include "moe/cuda/events.h"
 #include "moe/cuda/gpu_ragged.h"
 
 // `ragged_all_to_all` on GPUs, and its transpose. Operands: the caller's own
@@ -15,6 +15,8 @@
 
 namespace turbobus::ffi {
 namespace {
+
+using moe::cuda::FromCuda;
 
 using moe::cuda::Caller;
 using moe::cuda::DType;
@@ -110,12 +112,6 @@ Status DecodeSizes(const Caller& caller, const AnyBuffer& table,
                 .row_bytes = operand.row_bytes};
   call.table = static_cast<const int32_t*>(table.untyped_data());
   return OkStatus();
-}
-
-Status FromCuda(cudaError_t error, std::string_view what) {
-  if (error == cudaSuccess) return OkStatus();
-  return Internal(std::string(what) + ": " + cudaGetErrorName(error) + " (" +
-                  cudaGetErrorString(error) + ")");
 }
 
 /// Prepares a forward call: afterwards the result holds `output` (null: zeros,

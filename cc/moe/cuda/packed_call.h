@@ -20,8 +20,9 @@
 namespace turbobus::moe::cuda {
 
 /// One rank's call: what the packed exchanges (packed_exchange.h) are made of,
-/// and themselves. For one host thread. Whatever is enqueued on streams of
-/// rings is over before the caller's stream passes the call.
+/// and themselves. For one host thread. Whatever this rank has enqueued on
+/// streams of rings is over before its caller's stream passes the call; so is
+/// what peers send it, unless the call failed.
 class PackedCall {
  public:
   PackedCall(const Caller& caller, const PackedLayout& layout, void* scratch)

@@ -9,9 +9,10 @@
 
 // The kernels of `ragged_all_to_all` (docs/gpu_exchange.md). Each `Launch…`
 // only enqueues on `stream`, on the current device, and returns the launch's
-// status. Both read only: the peers' tables and rows; what is written is this
-// rank's. Whatever a table says, nothing outside the arrays is touched: a slice
-// that does not fit (`CheckRaggedSlice` in moe/ragged_plan.h) moves no row.
+// status. Push reads the peers' tables and writes into their results; sum reads
+// the peers' tables and rows, and writes this rank's result. Whatever a table
+// says, nothing outside the arrays is touched: a slice that does not fit
+// (`CheckRaggedSlice` in moe/ragged_plan.h) moves no row.
 
 namespace turbobus::moe::cuda {
 

@@ -146,7 +146,12 @@ Status Ring::MakeSlots(RingSize wanted) {
     const cudaError_t error = Allocate(slot_bytes_ * wanted.num_slots);
     if (error == cudaSuccess) break;
     if (slot_bytes_ / 2 < kLeastSlotBytes) {
-      return CannotPin(slot_bytes_ * wanted.num_slots, error);
+      const int64_t bytes = slot_bytes_ * wanted.num_slots;
+      if (path_.kind != Path::Kind::kRelay) return CannotPin(bytes, error);
+      return ResourceExhausted(
+          "no " + std::to_string(bytes) + " bytes of memory of GPU " +
+          std::to_string(path_.relay) + " to relay an exchange (" +
+          cudaGetErrorName(error) + ")");
     }
     slot_bytes_ = slot_bytes_ / 2 / kSlotAlignment * kSlotAlignment;
   }

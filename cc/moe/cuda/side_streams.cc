@@ -101,18 +101,19 @@ Status SideStreams::Run(const Program& program,
                         const std::vector<const void*>& results,
                         const std::function<Status(Lane&)>& enqueue) {
   TB_RETURN_IF_ERROR(AwaitOthers(program));
+  EventPool& events = EventPool::Process();
+  TB_ASSIGN_OR_RETURN(const SharedEvent begin,
+                      events.Record(program.device, program.stream));
+  TB_ASSIGN_OR_RETURN(SharedEvent end, events.Take(program.device));
   TB_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane(program.device));
-  TB_ASSIGN_OR_RETURN(
-      const SharedEvent begin,
-      EventPool::Process().Record(program.device, program.stream));
-  TB_RETURN_IF_ERROR(Wait(lane->stream(), begin));
-  const Status status = enqueue(*lane);
-  TB_ASSIGN_OR_RETURN(SharedEvent end, EventPool::Process().Record(
-                                           program.device, lane->stream()));
-  if (!status.ok()) {
-    // The program ends here: its buffers go when its stream has come so far.
-    TB_RETURN_IF_ERROR(Wait(program.stream, end));
-  }
+  // From here on nothing returns before the lane is back and its end recorded.
+  Status status = Wait(lane->stream(), begin);
+  if (status.ok()) status = enqueue(*lane);
+  const Status recorded =
+      FromCuda(cudaEventRecord(end.get(), lane->stream()), "cudaEventRecord");
+  if (status.ok()) status = recorded;
+  // The program ends here: its buffers go when its stream has come so far.
+  if (!status.ok()) (void)Wait(program.stream, end);
   const std::lock_guard lock(mutex_);
   free_[program.device].push_back(std::move(lane));
   if (!status.ok()) return status;
@@ -124,6 +125,7 @@ Status SideStreams::Run(const Program& program,
 Status SideStreams::Join(const Program& program,
                          const std::vector<const void*>& results) {
   SharedEvent end;
+  std::vector<SharedEvent> others;
   {
     const std::lock_guard lock(mutex_);
     const auto it = std::ranges::find_if(under_way_, [&](const UnderWay& one) {
@@ -133,9 +135,18 @@ Status SideStreams::Join(const Program& program,
     if (it != under_way_.end()) {
       end = std::move(it->end);
       under_way_.erase(it);
+    } else {
+      for (const UnderWay& one : under_way_) {
+        if (one.program.device == program.device &&
+            one.program.run_id == program.run_id) {
+          others.push_back(one.end);
+        }
+      }
     }
   }
   if (end == nullptr) {
+    // The program ends here, and with it what its exchanges still write.
+    for (const SharedEvent& other : others) (void)Wait(program.stream, other);
     return FailedPrecondition(
         "no exchange with these results is under way: XLA copied or moved what "
         "an unfinished exchange writes; please report the program");

@@ -69,7 +69,8 @@ class SideStreams {
     Program program;
     std::vector<const void*> results;
     SharedEvent end;
-    /// Whether a later program's stream waits for it: its own may have failed.
+    /// Whether the stream of a later program that starts exchanges waits for
+    /// it: its own may have failed.
     bool is_awaited = false;
   };
 

@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     if args.access != "none":
         rows += _run_here(args, has_peers=True)
-    if args.access == "both":
-        rows += _run_without_peers(args)
-    elif args.access == "none":
+    if args.access == "none" and _NO_PEERS.items() <= os.environ.items():
         rows += _run_here(args, has_peers=False)
+    elif args.access != "peer":
+        rows += _run_without_peers(args)
     return rows
 
 

@@ -41,19 +41,20 @@ def _swap(setup: Setup) -> Callable[[jax.Array, int], jax.Array]:
     return run
 
 
-def _nccl(setup: Setup) -> Callable[[jax.Array, int], jax.Array]:
-    """Returns the same through XLA's all-to-all, whose blocks hold the same bytes."""
-    num_ranks = setup.num_ranks
+def _nccl() -> Callable[[jax.Array, int], jax.Array]:
+    """Returns the same, of two ranks, through XLA's all-to-all.
+
+    A rank keeps one of the two blocks: so there are twice as many rows, made and cut in
+    the GPU's own memory.
+    """
 
     def run(tokens: jax.Array, repeats: int) -> jax.Array:
         for _ in range(repeats):
-            # A rank keeps one block of `num_ranks`: so that `tokens` are sent, there
-            # must be more of them.
-            blocks = jnp.tile(tokens, (num_ranks, 1)) if num_ranks == 2 else tokens
+            blocks = jnp.tile(tokens, (2, 1))
             swapped = lax.all_to_all(blocks, AXIS, 0, 0, tiled=True)
             tokens = lax.dynamic_slice_in_dim(
                 swapped,
-                (lax.axis_index(AXIS) + 1) % num_ranks * tokens.shape[0],
+                (lax.axis_index(AXIS) + 1) % 2 * tokens.shape[0],
                 tokens.shape[0],
             )
         return tokens
@@ -96,11 +97,11 @@ def links(setup: Setup) -> Iterator[Row]:
                 label = name.split("(")[0].split("::")[-1].split("<")[0]
                 yield Row.make(case, f"kernel {label}, us", spent * 1e6)
         sending = [spent for name, spent in kernels.items() if "Send<" in name]
-        if sending:
-            figure = size_bytes / max(sending) / 1e9
+        if kernels:
+            figure = size_bytes / max(sending) / 1e9 if sending else 0.0
             yield Row.make(case, "send kernel, GB/s sent", figure, required=">= 340")
     if setup.num_ranks == 2:
-        theirs, _ = seconds(_nccl(setup))
+        theirs, _ = seconds(_nccl())
         yield Row.make(
             case,
             "GB/s sent, both ways at once",

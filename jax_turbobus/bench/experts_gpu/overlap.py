@@ -63,7 +63,10 @@ def overlap(setup: Setup) -> Iterator[Row]:
     shares = {}
     for name in layers:
         yield Row.make(case, f"{name}, ms", times[name] * 1e3)
-        shares[name] = (exchange + experts - times[name]) / exchange
+        # Against one chunk, of which nothing is hidden: what stands alone also has its
+        # own way to the GPUs and back.
+        shares[name] = (times["1 chunks"] - times[name]) / exchange
+    del shares["1 chunks"]
     best = max(shares, key=lambda name: shares[name])
     yield Row.make(
         case,

@@ -81,18 +81,12 @@ def _theirs(
     return run
 
 
-def _alone(shape: ExchangeShape, capacity: int) -> Callable[..., jax.Array]:
-    """Returns the experts on as many rows, without an exchange."""
-
-    def run(tokens: Any, ids: Any, weights: Any, up: Any, down: Any) -> jax.Array:
-        del ids, weights
-        place = jnp.arange(capacity) % tokens.shape[0]
-        rows = jnp.broadcast_to(
-            tokens[place], (shape.num_local_experts, capacity, tokens.shape[1])
-        )
-        return _expert_mlp(rows, up, down).sum(0)
-
-    return run
+def _alone(
+    rows: jax.Array, ids: Any, weights: Any, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Returns what the experts make of as many rows, which are there already."""
+    del ids, weights
+    return _expert_mlp(rows, up, down)
 
 
 def steps(setup: Setup) -> Iterator[Row]:
@@ -145,22 +139,27 @@ def _step(setup: Setup, name: str, shape: ExchangeShape, width: int) -> Iterator
 
     programs = {
         "ours": training_step(_ours(shape, capacity)),
-        "experts alone": training_step(_alone(shape, capacity)),
+        "experts alone": training_step(_alone),
     }
+    inputs = dict.fromkeys(programs, arguments)
+    # As many rows, made before: to make them would count as the experts' work.
+    rows_there = setup.normal((shape.num_experts, capacity, hidden), jnp.bfloat16, 4)
+    inputs["experts alone"] = (rows_there, *arguments[1:])
     for peer in _PEERS:
         theirs = _theirs(peers.EXACT[peer], shape, recv_capacity, capacity)
         programs[peer] = training_step(theirs)
+        inputs[peer] = arguments
     case = (
         f"{setup.access}: {name} step, {shape.num_ranks} x {shape.tokens_per_rank}"
         f" tokens, hidden {hidden}, {shape.num_experts} experts of {width}, top-{top_k}"
     )
-    losses = {key: float(program(*arguments)[0]) for key, program in programs.items()}
+    losses = {key: float(program(*inputs[key])[0]) for key, program in programs.items()}
     for peer in _PEERS:
         error = abs(losses[peer] - losses["ours"]) / abs(losses["ours"])
         yield Row.make(case, f"loss, off from {peer}'s", error, required="<= 0.01")
     times = setup.times(
         {
-            key: functools.partial(program, *arguments)
+            key: functools.partial(program, *inputs[key])
             for key, program in programs.items()
         }
     )
@@ -177,8 +176,8 @@ def _step(setup: Setup, name: str, shape: ExchangeShape, width: int) -> Iterator
     yield Row.make(
         case,
         "exchange's share of the step, ms",
-        max(times["ours"] - alone, 0.0) * 1e3,
-        peer=max(times[best] - alone, 1e-9) * 1e3,
+        (times["ours"] - alone) * 1e3,
+        peer=(times[best] - alone) * 1e3,
         peer_name=best,
         required="<= 0.5",
     )
