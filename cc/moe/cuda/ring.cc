@@ -12,9 +12,22 @@ namespace {
 
 using transport::cuda::DeviceGuard;
 
+constexpr int kMostSlots = 64;
 constexpr int64_t kLeastSlotBytes = 64 << 10;
+constexpr int64_t kMostSlotBytes = int64_t{1} << 30;
 /// Slots start at multiples of it.
 constexpr int64_t kSlotAlignment = 4096;
+
+/// What `RingSize::SetMeasured` said last.
+struct Measured {
+  std::mutex mutex;
+  RingSize size;
+};
+
+Measured& MeasuredSize() {
+  static auto* const measured = new Measured;
+  return *measured;
+}
 
 /// The value of an environment variable; `fallback` if it is not set.
 StatusOr<int64_t> FromVariable(const std::string& name, int64_t least,
@@ -78,15 +91,31 @@ Status Wait(cudaStream_t stream, cudaEvent_t event) {
 
 StatusOr<RingSize> RingSize::FromEnvironment() {
   RingSize size;
-  TB_ASSIGN_OR_RETURN(
-      const int64_t num_slots,
-      FromVariable("JAX_TURBOBUS_EXCHANGE_SLOTS", 1, 64, size.num_slots));
+  {
+    const std::lock_guard lock(MeasuredSize().mutex);
+    size = MeasuredSize().size;
+  }
+  TB_ASSIGN_OR_RETURN(const int64_t num_slots,
+                      FromVariable("JAX_TURBOBUS_EXCHANGE_SLOTS", 1, kMostSlots,
+                                   size.num_slots));
   size.num_slots = static_cast<int>(num_slots);
   TB_ASSIGN_OR_RETURN(
       size.slot_bytes,
       FromVariable("JAX_TURBOBUS_EXCHANGE_SLOT_BYTES", kLeastSlotBytes,
-                   int64_t{1} << 30, size.slot_bytes));
+                   kMostSlotBytes, size.slot_bytes));
   return size;
+}
+
+Status RingSize::SetMeasured(RingSize size) {
+  if (size.num_slots < 1 || size.num_slots > kMostSlots ||
+      size.slot_bytes < kLeastSlotBytes || size.slot_bytes > kMostSlotBytes) {
+    return InvalidArgument("no ring has " + std::to_string(size.num_slots) +
+                           " slots of " + std::to_string(size.slot_bytes) +
+                           " bytes");
+  }
+  const std::lock_guard lock(MeasuredSize().mutex);
+  MeasuredSize().size = size;
+  return OkStatus();
 }
 
 StatusOr<std::unique_ptr<Ring>> Ring::Create(int source,
@@ -250,7 +279,8 @@ void RingPool::Return::operator()(Ring* ring) const {
 }
 
 StatusOr<RingPool::Lease> RingPool::Take(int source, std::vector<int> readers,
-                                         Path path) {
+                                         Path path,
+                                         std::optional<RingSize> wanted) {
   const Key key = {source, readers, path.kind, path.relay};
   {
     const std::lock_guard lock(mutex_);
@@ -261,9 +291,11 @@ StatusOr<RingPool::Lease> RingPool::Take(int source, std::vector<int> readers,
       return Lease(ring, Return{this});
     }
   }
-  TB_ASSIGN_OR_RETURN(const RingSize size, RingSize::FromEnvironment());
+  if (!wanted) {
+    TB_ASSIGN_OR_RETURN(wanted, RingSize::FromEnvironment());
+  }
   TB_ASSIGN_OR_RETURN(std::unique_ptr<Ring> ring,
-                      Ring::Create(source, std::move(readers), path, size));
+                      Ring::Create(source, std::move(readers), path, *wanted));
   total_bytes_ += ring->size_bytes();
   const std::lock_guard lock(mutex_);
   keys_[ring.get()] = key;

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -23,10 +24,14 @@ struct RingSize {
   int num_slots = 3;
   int64_t slot_bytes = 4 << 20;
 
-  /// JAX_TURBOBUS_EXCHANGE_SLOTS and JAX_TURBOBUS_EXCHANGE_SLOT_BYTES, or what
-  /// measured best (docs/gpu_exchange.md). INVALID_ARGUMENT names the one that
-  /// is no such number.
+  /// JAX_TURBOBUS_EXCHANGE_SLOTS and JAX_TURBOBUS_EXCHANGE_SLOT_BYTES; what
+  /// they leave open is as measured here, else as above. INVALID_ARGUMENT names
+  /// the one that is no such number.
   static StatusOr<RingSize> FromEnvironment();
+
+  /// Says what was measured on this machine, for rings made from now on.
+  /// Thread-safe. INVALID_ARGUMENT if there cannot be such slots.
+  static Status SetMeasured(RingSize size);
 };
 
 /// Copy engines' way from one GPU's memory into that of others, through a few
@@ -104,7 +109,10 @@ class RingPool {
 
   static RingPool& Process();
 
-  StatusOr<Lease> Take(int source, std::vector<int> readers, Path path);
+  /// A ring that is free or, if none is, a new one: with slots of `wanted`, or
+  /// as `RingSize::FromEnvironment` says.
+  StatusOr<Lease> Take(int source, std::vector<int> readers, Path path,
+                       std::optional<RingSize> wanted = std::nullopt);
 
   int64_t total_bytes() const { return total_bytes_; }
 

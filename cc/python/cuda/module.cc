@@ -16,6 +16,8 @@
 #include "ffi/cuda/process_stream_engine.h"
 #include "ffi/cuda/targets.h"
 #include "moe/blocking_meeting.h"
+#include "moe/cuda/ring_timing.h"
+#include "moe/cuda/wiring.h"
 #include "python/bindings.h"
 #include "transport/cuda/cuda_streams.h"
 #include "transport/cuda/device_guard.h"
@@ -250,6 +252,33 @@ std::vector<double> Measure(const std::vector<int>& paths, int64_t size_bytes,
   return ValueOrRaise(std::move(rates));
 }
 
+/// (source, reader, "host" or "peer"); CUDA ordinals.
+using WayTuple = std::tuple<int, int, std::string>;
+
+std::vector<double> TimeWays(const std::vector<WayTuple>& tuples,
+                             int64_t size_bytes, int num_slots,
+                             int64_t slot_bytes, int repeats) {
+  std::vector<moe::cuda::Way> ways;
+  for (const auto& [source, reader, kind] : tuples) {
+    if (kind != "host" && kind != "peer") {
+      throw py::value_error("ways: expected 'host' or 'peer', got '" + kind +
+                            "'");
+    }
+    ways.push_back({source,
+                    reader,
+                    {.kind = kind == "peer" ? moe::cuda::Path::Kind::kPeer
+                                            : moe::cuda::Path::Kind::kHost}});
+  }
+  StatusOr<std::vector<double>> seconds = Internal("");
+  {
+    const py::gil_scoped_release release;
+    seconds = moe::cuda::TimeWays(
+        ways, size_bytes, {.num_slots = num_slots, .slot_bytes = slot_bytes},
+        repeats);
+  }
+  return ValueOrRaise(std::move(seconds));
+}
+
 void SetYieldKind(const std::string& name) {
   if (name == "none") {
     Cuda().set_yield_kind(YieldKind::kNone);
@@ -306,6 +335,25 @@ PYBIND11_MODULE(_cuda, module) {
             std::chrono::milliseconds(std::llround(std::ceil(seconds * 1e3))));
       },
       "seconds"_a, "How long a rank waits for the others of a call.");
+  module.attr("most_mailed_bytes") = moe::cuda::kMostMailedBytes;
+  module.def(
+      "exchange_slots",
+      [] {
+        const auto size = ValueOrRaise(moe::cuda::RingSize::FromEnvironment());
+        return std::pair(size.num_slots, size.slot_bytes);
+      },
+      "Number and bytes of the slots of a ring that is made now.");
+  module.def(
+      "set_measured_slots",
+      [](int num_slots, int64_t slot_bytes) {
+        RaiseIfError(moe::cuda::RingSize::SetMeasured({num_slots, slot_bytes}));
+      },
+      "num_slots"_a, "slot_bytes"_a,
+      "Says which slots measured best; the environment goes before.");
+  module.def("time_ways", &TimeWays, "ways"_a, "size_bytes"_a, "num_slots"_a,
+             "slot_bytes"_a, "repeats"_a,
+             "Seconds of each way (source, reader, 'host' or 'peer') when all "
+             "carry size_bytes at once, as exchanges do.");
   module.def("start", &Start, "paths"_a, "settings"_a,
              "Makes this process's engine over paths (gpu, relay or None, "
              "direction, bytes per second).");
