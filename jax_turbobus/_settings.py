@@ -10,15 +10,13 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from jax_turbobus import _environment
 from jax_turbobus.topology import Topology
 
 __all__ = ["NOT_GIVEN", "Config", "Mode", "is_in_environment", "resolve"]
 
 Mode = Literal["free-running", "lock-step"]
 
-_PREFIX = "JAX_TURBOBUS_"
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off", "")
 _DEFAULT_BLOCK_BYTES = 16 << 20
 _DEFAULT_TRACE_EVENTS = 1 << 16
 _MOST_TRACE_EVENTS = 1 << 26
@@ -78,19 +76,8 @@ class Config:
 
 
 def _from_environment(name: str) -> str | None:
-    value = os.environ.get(_PREFIX + name)
+    value = os.environ.get(_environment.PREFIX + name)
     return value.strip() if value is not None and value.strip() else None
-
-
-def _environment_flag(name: str) -> bool | None:
-    text = os.environ.get(_PREFIX + name)
-    if text is None:
-        return None
-    if text.strip().lower() in _TRUE:
-        return True
-    if text.strip().lower() in _FALSE:
-        return False
-    raise ValueError(f"{_PREFIX}{name}: expected 1 or 0, got {text!r}")
 
 
 def _environment_number(name: str, kind: type) -> Any:
@@ -101,7 +88,9 @@ def _environment_number(name: str, kind: type) -> Any:
         return kind(text)
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{_PREFIX}{name}: expected {wanted}, got {text!r}") from None
+        raise ValueError(
+            f"{_environment.PREFIX}{name}: expected {wanted}, got {text!r}"
+        ) from None
 
 
 def _first(*values: Any) -> Any:
@@ -198,7 +187,7 @@ def _with_engine(
     trace: bool | int | str | os.PathLike[str] | None,
 ) -> Config:
     topology = _first(topology, _from_environment("TOPOLOGY"))
-    emulate = bool(_first(emulate, _environment_flag("EMULATE"), False))
+    emulate = bool(_first(emulate, _environment.flag("EMULATE"), False))
     if topology is None and emulate:
         raise ValueError(
             "topology: expected one to emulate, got None; give topology=..., for "
@@ -210,8 +199,8 @@ def _with_engine(
     if mode not in get_args(Mode):
         raise ValueError(f"mode: expected 'free-running' or 'lock-step', got {mode!r}")
     trace = _first(trace, _from_environment("TRACE"), False)
-    if isinstance(trace, str) and trace.lower() in (*_TRUE, *_FALSE):
-        trace = trace.lower() in _TRUE
+    if isinstance(trace, str) and (flag := _environment.as_flag(trace)) is not None:
+        trace = flag
     trace_path = None
     if isinstance(trace, str | os.PathLike):
         trace_path = _writable_path(trace)
@@ -219,7 +208,7 @@ def _with_engine(
     if isinstance(trace, bool):
         trace = _DEFAULT_TRACE_EVENTS if trace else 0
     topology = _as_topology(topology)
-    pooled = bool(_first(pooled, _environment_flag("POOLED"), True))
+    pooled = bool(_first(pooled, _environment.flag("POOLED"), True))
     rate_scale = _between(
         "rate_scale",
         _first(rate_scale, _environment_number("RATE_SCALE", float), 1.0),
@@ -272,6 +261,6 @@ def resolve(*, enabled: bool = True, **arguments: Any) -> Config:
         flag = enabled if name == "enabled" else arguments[name]
         if flag is not None and not isinstance(flag, bool):
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
-    if not enabled or _environment_flag("DISABLE"):
+    if not enabled or _environment.flag("DISABLE"):
         return Config()
     return _with_engine(**arguments)

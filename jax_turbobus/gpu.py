@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jax_turbobus import _profile_file
+from jax_turbobus import _environment, _profile_file
 
 if TYPE_CHECKING:
     from jax_turbobus import topology
@@ -279,9 +279,9 @@ def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if profile is not None:
         settings["block_bytes"] = profile.block_bytes
-    if _flag("DISABLE", default=False):
+    if _environment.flag("DISABLE", default=False):
         settings["is_disabled"] = True
-    if not _flag("POOLED", default=True):
+    if not _environment.flag("POOLED", default=True):
         settings["split"] = "direct"
     mode = os.environ.get("JAX_TURBOBUS_MODE") or "free-running"
     if mode not in ("free-running", "lock-step"):
@@ -297,20 +297,10 @@ def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
                 f"got {block_bytes!r}"
             )
         settings["block_bytes"] = min(max(int(block_bytes), 1 << 16), 1 << 30)
-    trace = os.environ.get("JAX_TURBOBUS_TRACE", "").lower()
-    settings["is_traced"] = trace not in ("", "0", "false", "no", "off")
+    # On CPU devices it may be a file's name.
+    trace = os.environ.get("JAX_TURBOBUS_TRACE", "").strip()
+    settings["is_traced"] = bool(trace) and _environment.as_flag(trace) is not False
     return settings
-
-
-def _flag(name: str, *, default: bool) -> bool:
-    text = os.environ.get(f"JAX_TURBOBUS_{name}", "").strip().lower()
-    if not text:
-        return default
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(f"JAX_TURBOBUS_{name}: expected 1 or 0, got {text!r}")
 
 
 def _estimated(

@@ -24,11 +24,20 @@ PURE = {"topo", "sched"}
 IMPURE_HEADER = re.compile(r"cuda|xla/|sys/socket|^(thread|mutex|chrono|atomic)$")
 
 # package part -> parts it may import. Everything may import ANYWHERE.
-ANYWHERE = {"config", "errors", "_compat", "_observe", "gpu", "topology"}
+ANYWHERE = {
+    "config",
+    "errors",
+    "_compat",
+    "_environment",
+    "_observe",
+    "gpu",
+    "topology",
+}
 FEATURES = {"offload", "moe", "sim", "node", "profile"}
 PY_ARROWS = {
     "errors": set(),
     "_compat": {"errors"},
+    "_environment": set(),
     "_ffi": {"_core", "_cuda"},
     "_profile_file": set(),
     "gpu": {"_profile_file"},

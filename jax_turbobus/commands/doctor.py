@@ -15,7 +15,7 @@ import jaxlib
 import numpy as np
 
 import jax_turbobus
-from jax_turbobus import _ffi, config, moe
+from jax_turbobus import _environment, _ffi, config, moe
 from jax_turbobus._discovery.limits import read_limits
 from jax_turbobus._discovery.sysfs import Sysfs
 from jax_turbobus.commands._findings import Check, gpu_checks, host_checks
@@ -87,7 +87,7 @@ def _settings() -> Iterator[Check]:
     if used.topology is not None:
         pooled = "pooled over" if used.pooled else "direct on"
         yield Check("ok", f"transfers: {pooled} the links of {used.topology.name!r}")
-    elif os.environ.get("JAX_TURBOBUS_DISABLE", "0") not in ("", "0"):
+    elif _environment.flag("DISABLE"):
         yield Check(
             "warn",
             "transfers: plain copies, because JAX_TURBOBUS_DISABLE is set",

@@ -3,7 +3,7 @@
 import pytest
 
 import jax_turbobus
-from jax_turbobus import config
+from jax_turbobus import _environment, config, gpu
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,23 @@ def test_a_wrong_variable_names_itself(monkeypatch, variable, value, message):
 def test_the_largest_rate_scale_named_is_one_that_fits():
     jax_turbobus.configure(rate_scale=9.95e4)
     assert jax_turbobus.stats().is_enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), (" On ", True), ("no", False), ("", None), ("  ", None)],
+)
+def test_cpu_devices_and_gpus_read_a_switch_alike(monkeypatch, text, value):
+    monkeypatch.setenv("JAX_TURBOBUS_POOLED", text)
+    assert _environment.flag("POOLED") is value
+    is_pooled = value is not False  # empty is not set
+    assert jax_turbobus.configure(topology="2xh200").pooled is is_pooled
+    assert ("split" not in gpu._settings(None)) is is_pooled
+
+
+@pytest.mark.parametrize(
+    ("text", "is_traced"), [("", False), ("off", False), ("1", True), ("a.json", True)]
+)
+def test_gpus_are_traced_by_switch_or_by_file(monkeypatch, text, is_traced):
+    monkeypatch.setenv("JAX_TURBOBUS_TRACE", text)
+    assert gpu._settings(None)["is_traced"] is is_traced
