@@ -1,7 +1,7 @@
 """One comparison of exchanges: its data, its programs, and what is right."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,42 +15,62 @@ from jax_turbobus.bench import peers
 
 __all__ = ["Layer", "ours"]
 
+# Of the arguments of one layer: expert ids, weights, scales.
+_PER_LAYER = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One comparison's programs and data.
+    """One comparison's programs and data: one layer, or several in each program.
 
     Attributes:
       case: what all schemes share.
       mesh: all devices, along `case.axis_name`.
-      arguments: tokens, expert ids, weights and scales of all ranks, sharded.
+      arguments: tokens, and then expert ids, weights and scales of each layer, of all
+        ranks, sharded. What a layer returns is the next one's tokens.
       programs: what has been compiled already.
     """
 
     case: peers.Case
     mesh: Mesh
-    arguments: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    arguments: tuple[jax.Array, ...]
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def make(
-        cls, case: peers.Case, mesh: Mesh, expert_ids: np.ndarray[Any, Any], seed: int
+        cls,
+        case: peers.Case,
+        mesh: Mesh,
+        expert_ids: np.ndarray[Any, Any] | Sequence[np.ndarray[Any, Any]],
+        seed: int,
     ) -> "Layer":
-        """Returns a layer with random values under the given routing."""
+        """Returns random values under the given routing.
+
+        Args:
+          case: what all schemes share.
+          mesh: all devices, along `case.axis_name`.
+          expert_ids: ``int32[tokens, top_k]``, or several of them: a layer each.
+          seed: of the values.
+        """
         shape = case.shape
         rng = np.random.default_rng(seed)
-        num_tokens, top_k = expert_ids.shape
-        tokens = rng.standard_normal((num_tokens, shape.hidden), np.float32)
-        weights = rng.random((num_tokens, top_k), np.float32)
-        scale = rng.standard_normal((shape.num_experts, shape.hidden), np.float32)
-        values = (
-            tokens.astype(shape.dtype),
-            expert_ids,
-            weights / weights.sum(axis=1, keepdims=True),
-            1 + 0.1 * scale,
-        )
+        layers = [expert_ids] if isinstance(expert_ids, np.ndarray) else expert_ids
+        tokens = rng.standard_normal((len(layers[0]), shape.hidden), np.float32)
+        values = [tokens.astype(shape.dtype)]
+        for ids in layers:
+            weights = rng.random(ids.shape, np.float32)
+            scale = rng.standard_normal((shape.num_experts, shape.hidden), np.float32)
+            # Sums of weights are 1 and scales about 1: values keep their size from
+            # layer to layer.
+            weights /= weights.sum(axis=1, keepdims=True)
+            values += [ids, weights, 1 + 0.1 * scale]
         sharding = NamedSharding(mesh, P(case.axis_name))
-        return cls(case, mesh, jax.device_put(values, (sharding,) * 4))
+        return cls(case, mesh, tuple(jax.device_put(values, [sharding] * len(values))))
+
+    @property
+    def num_layers(self) -> int:
+        """In one program."""
+        return len(self.arguments) // _PER_LAYER
 
     def forward(self, scheme: peers.Peer, calls: int = 1) -> Callable[[], jax.Array]:
         """Returns compiled calls of one scheme, which wait for the last one only.
@@ -61,15 +81,7 @@ class Layer:
 
     def forward_backward(self, scheme: peers.Peer, calls: int = 1) -> Callable[[], Any]:
         """Returns compiled calls of one scheme and its gradients, as `forward`."""
-        mapped = self.mapped(scheme)
-
-        def loss(tokens: Any, weights: Any, scale: Any, ids: Any) -> jax.Array:
-            y = mapped(tokens, ids, weights, scale).astype(jnp.float32)
-            return jnp.sum(y * y) / 2
-
-        def grads(tokens: Any, ids: Any, weights: Any, scale: Any) -> Any:
-            return jax.grad(loss, (0, 1, 2))(tokens, weights, scale, ids)
-
+        grads = _gradients(self.mapped(scheme))
         return self._program("forward + backward", scheme, grads, calls)
 
     def _program(
@@ -89,14 +101,17 @@ class Layer:
         return run
 
     def mapped(self, scheme: peers.Peer) -> Callable[..., jax.Array]:
-        """Returns a scheme as a function of the arrays of all ranks."""
+        """Returns a scheme, layer after layer, of the arrays of all ranks."""
         spec = P(self.case.axis_name)
 
-        def per_rank(*arguments: jax.Array) -> jax.Array:
+        def one(*arguments: jax.Array) -> jax.Array:
             return scheme(self.case, *arguments)
 
         return jax.shard_map(
-            per_rank, mesh=self.mesh, in_specs=(spec,) * 4, out_specs=spec
+            _one_after_another(one),
+            mesh=self.mesh,
+            in_specs=(spec,) * len(self.arguments),
+            out_specs=spec,
         )
 
     def reference(
@@ -104,15 +119,37 @@ class Layer:
     ) -> tuple[np.ndarray[Any, Any], tuple[np.ndarray[Any, Any], ...]]:
         """Returns the dense result and its gradients, on one device."""
         home = self.mesh.devices.flat[0]
-        tokens, ids, weights, scale = jax.device_put(self.arguments, home)
-
-        def loss(tokens: Any, weights: Any, scale: Any) -> jax.Array:
-            y = peers.dense(tokens, ids, weights, scale).astype(jnp.float32)
-            return jnp.sum(y * y) / 2
-
-        result = jax.jit(peers.dense)(tokens, ids, weights, scale)
-        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(tokens, weights, scale)
+        arguments = jax.device_put(self.arguments, home)
+        dense = _one_after_another(peers.dense)
+        result = jax.jit(dense)(*arguments)
+        grads = jax.jit(_gradients(dense))(*arguments)
         return np.asarray(result), tuple(map(np.asarray, grads))
+
+
+def _one_after_another(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns a function of tokens and of each layer's arguments in turn."""
+
+    def run(tokens: jax.Array, *layers: jax.Array) -> jax.Array:
+        for i in range(0, len(layers), _PER_LAYER):
+            tokens = layer(tokens, *layers[i : i + _PER_LAYER])
+        return tokens
+
+    return run
+
+
+def _gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Returns the gradients of ``sum(y ** 2) / 2`` in all but the expert ids."""
+
+    def loss(*arguments: jax.Array) -> jax.Array:
+        y = function(*arguments).astype(jnp.float32)
+        return jnp.sum(y * y) / 2
+
+    def run(*arguments: jax.Array) -> Any:
+        is_number = [jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
+        wanted = tuple(i for i, number in enumerate(is_number) if number)
+        return jax.grad(loss, wanted)(*arguments)
+
+    return run
 
 
 def ours(schedule: str = "auto") -> peers.Peer:
