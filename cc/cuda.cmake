@@ -73,6 +73,7 @@ list(FILTER cuda_sources EXCLUDE REGEX "_test\\.cc$")
 pybind11_add_module(_cuda ${cuda_sources}
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/offload_buffer.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/moe_decode.cc
+  ${CMAKE_CURRENT_SOURCE_DIR}/python/exchange_traffic.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/python/raise.cc)
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXLIB_INCLUDE_DIR} ${CUDAToolkit_INCLUDE_DIRS})
 target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})

@@ -15,6 +15,7 @@ __all__ = [
     "check_api_version",
     "core",
     "cuda",
+    "loaded_cuda",
     "register",
     "set_exchange_timeout",
 ]
@@ -106,9 +107,14 @@ def set_exchange_timeout(seconds: float) -> None:
       seconds: positive.
     """
     core().set_exchange_timeout(seconds)
-    library = sys.modules.get("jax_turbobus._cuda")
-    if library is not None:
+    for library in loaded_cuda():
         library.set_exchange_timeout(seconds)
+
+
+def loaded_cuda() -> list[ModuleType]:
+    """Returns the CUDA library, if something has needed it by now; loads nothing."""
+    library = sys.modules.get("jax_turbobus._cuda")
+    return [] if library is None else [library]
 
 
 def _register(library: ModuleType, platform: str) -> None:

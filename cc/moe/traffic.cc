@@ -26,7 +26,8 @@ void TrafficLog::Add(const std::string& op, Schedule schedule, int num_ranks,
   std::lock_guard lock(mutex_);
   Traffic& traffic = traffic_[{op, schedule, num_ranks}];
   if (traffic.num_calls == 0) {
-    traffic = {op, schedule, num_ranks, 0, std::vector<int64_t>(bytes.size())};
+    traffic = {op,        schedule, "memory",
+               num_ranks, 0,        std::vector<int64_t>(bytes.size())};
   }
   ++traffic.num_calls;
   for (size_t i = 0; i < bytes.size(); ++i) traffic.bytes[i] += bytes[i];

@@ -28,12 +28,16 @@ const char* ScheduleName(Schedule schedule);
 struct Traffic {
   std::string op;
   Schedule schedule = Schedule::kPacked;
+  /// What bytes went by: "memory" that all ranks share, or between GPUs "peer"
+  /// (the other's memory), "mail" and "host" (pinned memory, by kernels and by
+  /// copy engines) or "relay" (a third GPU's memory).
+  std::string path;
   int num_ranks = 0;
   int64_t num_calls = 0;
   std::vector<int64_t> bytes;  // [num_ranks, num_ranks]: from, to. Diagonal 0.
 };
 
-/// Counts the exchanges of this process. Thread-safe.
+/// Counts the exchanges of this process's CPU devices. Thread-safe.
 class TrafficLog {
  public:
   static TrafficLog& Process();

@@ -3,7 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <vector>
+
 #include "base/status.h"
+#include "moe/traffic.h"
 
 namespace turbobus::python {
 
@@ -16,6 +19,9 @@ T ValueOrRaise(StatusOr<T> result) {
   RaiseIfError(result.status());
   return std::move(result).value();
 }
+
+/// One dict for each kind of exchange; bytes[from][to].
+pybind11::list ToList(const std::vector<moe::Traffic>& traffic);
 
 void BindTopo(pybind11::module_& module);
 void BindSched(pybind11::module_& module);

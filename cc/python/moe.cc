@@ -23,29 +23,6 @@ double ExchangeTimeout() {
   return moe::Rendezvous::Process().timeout().count() * 1e-3;
 }
 
-/// One dict for each kind of exchange; bytes[from][to].
-py::list Traffic() {
-  py::list kinds;
-  for (const moe::Traffic& traffic : moe::TrafficLog::Process().Read()) {
-    py::list bytes;
-    for (int from = 0; from < traffic.num_ranks; ++from) {
-      py::list row;
-      for (int to = 0; to < traffic.num_ranks; ++to) {
-        row.append(traffic.bytes[from * traffic.num_ranks + to]);
-      }
-      bytes.append(row);
-    }
-    py::dict kind;
-    kind["op"] = traffic.op;
-    kind["schedule"] = moe::ScheduleName(traffic.schedule);
-    kind["num_ranks"] = traffic.num_ranks;
-    kind["num_calls"] = traffic.num_calls;
-    kind["bytes"] = bytes;
-    kinds.append(kind);
-  }
-  return kinds;
-}
-
 }  // namespace
 
 void BindMoe(py::module_& module) {
@@ -56,8 +33,10 @@ void BindMoe(py::module_& module) {
       "num_open_exchanges",
       [] { return moe::Rendezvous::Process().num_open(); },
       "Calls that some rank waits in, for tests and diagnosis.");
-  module.def("exchange_traffic", &Traffic,
-             "What exchanges have moved between ranks since the last reset.");
+  module.def(
+      "exchange_traffic",
+      [] { return ToList(moe::TrafficLog::Process().Read()); },
+      "What exchanges have moved between ranks since the last reset.");
   module.def(
       "reset_exchange_traffic", [] { moe::TrafficLog::Process().Reset(); },
       "Starts the counts of exchange_traffic again.");

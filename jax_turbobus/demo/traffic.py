@@ -72,7 +72,8 @@ class ExchangeBytes:
     def _our_schedule(self, ids: np.ndarray) -> str:
         """Returns the schedule that ran; or, of a peer's run, that would have."""
         if self.in_use == "turbobus":
-            (schedule,) = {kind.schedule for kind in moe.exchange_stats()}
+            kinds = moe.exchange_stats()
+            (schedule,) = {k.schedule for k in kinds if k.op == "dispatch"}
             return schedule
         schedules = ("packed", "broadcast")
         return moe.choose_schedule(**self._sizes(ids), schedules=schedules).schedule

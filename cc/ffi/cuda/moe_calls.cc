@@ -70,6 +70,7 @@ Status ForBatches(Caller& caller, const StatusOr<int64_t>& decoded, Run run) {
     return decoded.status().WithContext(caller.op);
   }
   for (int64_t batch = 0; batch < *decoded; ++batch) {
+    caller.batch = static_cast<int>(batch);
     if (batch > 0) {
       caller.key.position =
           caller.meeting->NextPosition(caller.key.run_id, caller.device);

@@ -44,11 +44,19 @@ __global__ void __launch_bounds__(kThreads)
             const __grid_constant__ CombineArgs args) {
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
-  if (token >= shape.num_tokens) return;
   const int source = PeerOf(shape.rank, blockIdx.y);
-  const Slots slots = ReadSlots(shape, args.expert_ids.of[source],
-                                args.positions.of[source], token);
+  const Slots slots = token < shape.num_tokens
+                          ? ReadSlots(shape, args.expert_ids.of[source],
+                                      args.positions.of[source], token)
+                          : Slots{};
   const unsigned here = slots.On(shape.rank);
+  if (args.tally.bytes != nullptr && blockIdx.z == 0) {
+    const int64_t num_rows = __syncthreads_count(here != 0 && Lane() == 0);
+    if (threadIdx.x == 0 && num_rows > 0) {
+      atomicAdd(&args.tally.bytes[shape.rank * shape.num_ranks + source],
+                static_cast<unsigned long long>(num_rows * shape.row_bytes));
+    }
+  }
   if (here == 0) return;
   // A single row travels as it is, and its weight is applied where it arrives:
   // so it is rounded once. The sum of several is rounded here and there.
@@ -169,9 +177,15 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
-  if (token >= shape.num_tokens) return;
-  const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
-                                args.positions.of[shape.rank], token);
+  const bool is_token = token < shape.num_tokens;
+  const Slots slots = is_token
+                          ? ReadSlots(shape, args.expert_ids.of[shape.rank],
+                                      args.positions.of[shape.rank], token)
+                          : Slots{};
+  if (args.for_peers) {
+    CountRows(shape, args.tally, slots, sizeof(typename Pack::Acc));
+  }
+  if (!is_token) return;
   const auto weight = WeightOf<typename Pack::Acc>(
       shape, args.weights.of[shape.rank], token, slots);
   auto* weight_grads =

@@ -1,6 +1,7 @@
 #include "moe/cuda/gpu_exchange.h"
 
 #include "moe/cuda/cutter.h"
+#include "moe/cuda/gpu_traffic.h"
 #include "moe/cuda/packed_exchange.h"
 #include "moe/cuda/visit.h"
 
@@ -27,7 +28,8 @@ int64_t BoxBytes(const Shape& shape) {
   return shape.num_tokens * shape.row_bytes;
 }
 
-Status DirectDispatch(const Caller& caller, const GpuDispatch& call) {
+Status DirectDispatch(const Caller& caller, const GpuDispatch& call,
+                      const Tally& tally) {
   const cudaStream_t stream = caller.stream;
   Cutter cutter(call.scratch);
   const DispatchScratch scratch(call.shape, cutter);
@@ -48,6 +50,7 @@ Status DirectDispatch(const Caller& caller, const GpuDispatch& call) {
       .group_sizes = call.group_sizes,
       .wanted = call.wanted,
       .is_deduplicated = call.is_deduplicated,
+      .tally = tally,
   };
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchSend(call.shape, args, stream), "send kernel"));
@@ -58,7 +61,8 @@ Status DirectDispatch(const Caller& caller, const GpuDispatch& call) {
       "expand kernel");
 }
 
-Status DirectCombine(const Caller& caller, const GpuCombine& call) {
+Status DirectCombine(const Caller& caller, const GpuCombine& call,
+                     const Tally& tally) {
   const Shape& shape = call.shape;
   Visit visit(caller);
   TB_RETURN_IF_ERROR(
@@ -72,6 +76,7 @@ Status DirectCombine(const Caller& caller, const GpuCombine& call) {
       .inbox = {},
       .arrived = {},
       .out = call.sums,
+      .tally = tally,
   };
   // Each rank's memory has a box for every rank.
   uint8_t* const own = args.outbox.of.of[shape.rank];
@@ -87,7 +92,8 @@ Status DirectCombine(const Caller& caller, const GpuCombine& call) {
                      "sum kernel");
 }
 
-Status DirectCombineGrad(const Caller& caller, const GpuCombineGrad& call) {
+Status DirectCombineGrad(const Caller& caller, const GpuCombineGrad& call,
+                         const Tally& tally) {
   Visit visit(caller);
   TB_RETURN_IF_ERROR(visit.Meet({call.expert_ids, call.slots, call.weights,
                                  call.row_grads, call.weight_grads}));
@@ -103,6 +109,7 @@ Status DirectCombineGrad(const Caller& caller, const GpuCombineGrad& call) {
       .inbox = {},
       .weight_grads = visit.Addresses<void>(4),
       .group_sizes = call.group_sizes,
+      .tally = tally,
   };
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchGradSend(call.shape, call.dtype, args, caller.stream),
@@ -112,6 +119,10 @@ Status DirectCombineGrad(const Caller& caller, const GpuCombineGrad& call) {
       visit.Check(LaunchGradExpand(call.shape, call.dtype, args, caller.stream),
                   "gradient expand kernel"));
   return visit.Meet();
+}
+
+GpuTraffic::Kind DirectKind(const Caller& caller, GpuTraffic::Op op) {
+  return {.op = op, .num_ranks = caller.num_ranks, .devices = {}};
 }
 
 }  // namespace
@@ -134,18 +145,28 @@ int64_t ScratchBytes(const Caller& caller, const GpuCombineGrad& call) {
 }
 
 Status RunDispatch(const Caller& caller, const GpuDispatch& call) {
-  return caller.wiring.is_direct ? DirectDispatch(caller, call)
-                                 : PackedDispatch(caller, call);
+  if (!caller.wiring.is_direct) return PackedDispatch(caller, call);
+  return GpuTraffic::Process().Count(
+      caller, DirectKind(caller, GpuTraffic::Op::kDispatch),
+      [&](const Tally& tally) { return DirectDispatch(caller, call, tally); });
 }
 
 Status RunCombine(const Caller& caller, const GpuCombine& call) {
-  return caller.wiring.is_direct ? DirectCombine(caller, call)
-                                 : PackedCombine(caller, call);
+  if (!caller.wiring.is_direct) return PackedCombine(caller, call);
+  return GpuTraffic::Process().Count(
+      caller,
+      DirectKind(caller, call.has_weights ? GpuTraffic::Op::kCombine
+                                          : GpuTraffic::Op::kDispatchGrad),
+      [&](const Tally& tally) { return DirectCombine(caller, call, tally); });
 }
 
 Status RunCombineGrad(const Caller& caller, const GpuCombineGrad& call) {
-  return caller.wiring.is_direct ? DirectCombineGrad(caller, call)
-                                 : PackedCombineGrad(caller, call);
+  if (!caller.wiring.is_direct) return PackedCombineGrad(caller, call);
+  return GpuTraffic::Process().Count(
+      caller, DirectKind(caller, GpuTraffic::Op::kCombineGrad),
+      [&](const Tally& tally) {
+        return DirectCombineGrad(caller, call, tally);
+      });
 }
 
 }  // namespace turbobus::moe::cuda

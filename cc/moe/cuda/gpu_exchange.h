@@ -25,6 +25,7 @@ struct Caller {
   int rank = 0;
   int num_ranks = 1;
   CallKey key;
+  int batch = 0;  // Calls of one exchange that only differ in this count once.
   cudaStream_t stream = nullptr;
   BlockingMeeting* meeting = nullptr;
   Wiring wiring;

@@ -35,6 +35,17 @@ struct Shape {
   int expert_capacity = 0;
 };
 
+/// Counters on the current GPU to which one call's kernels add the bytes that
+/// its ranks send each other; null: nothing is counted.
+struct Tally {
+  unsigned long long* bytes = nullptr;  // [num_ranks, num_ranks]: from, to.
+};
+
+/// Counters that each GPU has, zeros at first.
+inline constexpr int64_t kNumTrafficCounters = 32768;
+/// Where those of the current GPU are.
+cudaError_t TrafficCounters(unsigned long long** address);
+
 template <typename T>
 struct Peers {
   T* of[kMaxRanks] = {};
@@ -86,6 +97,7 @@ struct SendArgs {
   int32_t* wanted;               // s32[num_local_experts]: before drops.
   /// Whether a token goes once to each rank (expand follows) or once a copy.
   bool is_deduplicated;
+  Tally tally;
 };
 
 /// Writes each token to its rows, `positions` (the row at its expert's rank, or
@@ -161,6 +173,9 @@ struct PackArgs {
   // What is done.
   bool for_peers = true;
   bool for_own = true;
+  Tally tally;  // Of the rows for peers.
+  /// What goes to each peer otherwise, and is only counted here.
+  int64_t broadcast_bytes = 0;
 };
 
 /// Copies each token once into the box of each peer that has a row of it (for
@@ -192,6 +207,7 @@ struct CombineArgs {
   Boxes inbox;          // For this rank's tokens; read by `LaunchSum`.
   Arrived arrived;      // `LaunchSum`: tokens whose last row is one of these.
   uint8_t* out;         // [num_tokens, row]
+  Tally tally;          // `LaunchPartial`: of its rows.
 };
 
 /// Writes this rank's share of every peer's tokens into that peer's box.
@@ -220,6 +236,9 @@ struct CombineGradArgs {
   // What `LaunchGradSend` does.
   bool for_peers = true;
   bool for_own = true;
+  /// `LaunchGradSend`: of its rows for peers, and of the weight gradients that
+  /// will come back for them.
+  Tally tally;
 };
 
 /// Sends `out_grad` to the first place of each token on each peer, or its box

@@ -6,6 +6,16 @@ namespace {
 /// Blocks that only zero padding, beside those that copy.
 constexpr int kPaddingBlocks = 32;
 
+__device__ void CountBroadcast(const Shape& shape, const PackArgs& args) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (args.tally.bytes == nullptr || blockIdx.x != 0 ||
+      peer >= shape.num_ranks || peer == shape.rank) {
+    return;
+  }
+  atomicAdd(&args.tally.bytes[shape.rank * shape.num_ranks + peer],
+            static_cast<unsigned long long>(args.broadcast_bytes));
+}
+
 template <typename Vec>
 __global__ void __launch_bounds__(kThreads)
     PackRows(const __grid_constant__ Shape shape,
@@ -20,8 +30,13 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t token =
       static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
-  if (token >= shape.num_tokens) return;
-  const Slots slots = ReadSlots(shape, args.expert_ids, args.positions, token);
+  const bool is_token = token < shape.num_tokens;
+  const Slots slots =
+      is_token ? ReadSlots(shape, args.expert_ids, args.positions, token)
+               : Slots{};
+  if (args.for_peers) CountRows(shape, args.tally, slots);
+  if (args.broadcast_bytes > 0) CountBroadcast(shape, args);
+  if (!is_token) return;
   uint8_t* target = nullptr;
   const bool is_boxed = IsBoxed(args.outbox, shape, slots);
   if (args.for_peers && is_boxed) {

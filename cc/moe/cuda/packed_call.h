@@ -25,11 +25,13 @@ namespace turbobus::moe::cuda {
 /// what peers send it, unless the call failed.
 class PackedCall {
  public:
-  PackedCall(const Caller& caller, const PackedLayout& layout, void* scratch)
+  PackedCall(const Caller& caller, const PackedLayout& layout, void* scratch,
+             const Tally& tally)
       : caller_(caller),
         shape_(layout.shape),
         layout_(layout),
         scratch_(layout, scratch),
+        tally_(tally),
         visit_(caller) {}
   ~PackedCall();
   PackedCall(const PackedCall&) = delete;
@@ -110,6 +112,7 @@ class PackedCall {
   const Shape shape_;
   const PackedLayout layout_;
   const PackedScratch scratch_;
+  const Tally tally_;
   Visit visit_;
   struct {
     const int32_t* expert_ids = nullptr;

@@ -290,6 +290,35 @@ inline GpuCombineGrad CombineGradOf(const Case& one, int rank,
   return call;
 }
 
+/// One exchange of each kind, one after the other: dispatch, combine,
+/// dispatch's gradient, combine's gradient (rows that cannot be added up:
+/// dispatch alone). Returns what each rank said to each.
+inline std::vector<Status> RunExchanges(const Case& one, Ranks& ranks,
+                                        std::vector<RankMemory>& memory) {
+  std::vector<Status> said;
+  const auto run = [&](auto make, auto exchange) {
+    for (const Status& status : ranks.Call([&](const Caller& caller) {
+           RankMemory& own = memory[caller.rank];
+           auto call = make(caller.rank, own);
+           call.scratch = ScratchFor(caller, call, own);
+           return exchange(caller, call);
+         })) {
+      said.push_back(status);
+    }
+  };
+  run([&](int rank, auto& own) { return DispatchOf(one, rank, own); },
+      &RunDispatch);
+  if (one.dtype == DType::kOther) return said;
+  for (const bool has_weights : {true, false}) {
+    run([&](int rank,
+            auto& own) { return CombineOf(one, rank, own, has_weights); },
+        &RunCombine);
+  }
+  run([&](int rank, auto& own) { return CombineGradOf(one, rank, own); },
+      &RunCombineGrad);
+  return said;
+}
+
 }  // namespace turbobus::moe::cuda::testing
 
 #endif  // TURBOBUS_MOE_CUDA_PACKED_CASES_H_

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "moe/cuda/gpu_traffic.h"
 #include "moe/cuda/packed_call.h"
 #include "moe/cuda/packed_layout.h"
 
@@ -55,6 +56,8 @@ Status PackedCall::Pack(const GpuDispatch& call, const Boxes& outbox,
       .outbox = outbox,
       .for_peers = for_peers,
       .for_own = for_own,
+      .tally = tally_,
+      .broadcast_bytes = layout_.is_broadcast ? layout_.box_bytes() : 0,
   };
   return Check(LaunchPack(shape_, args, caller_.stream), "pack kernel");
 }
@@ -131,6 +134,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
       .inbox = Numbered(scratch_.inbox, scratch_.own_index),
       .arrived = {},
       .out = call.sums,
+      .tally = tally_,
   };
   if (layout_.is_mailed) {
     args.inbox = {.of = InAll<uint8_t>(layout_.rows)};
@@ -175,6 +179,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
       .inbox = Numbered(scratch_.inbox, scratch_.peer_index),
       .weight_grads = SameForAll(call.weight_grads),
       .group_sizes = call.group_sizes,
+      .tally = tally_,
   };
   args.expert_ids.of[shape_.rank] = own_.expert_ids;
   args.positions.of[shape_.rank] = own_.positions;
@@ -266,6 +271,38 @@ int64_t SizeOf(const Caller& caller, const Call& call) {
   return PackedScratch(LayoutOf(caller, call), nullptr).size_bytes;
 }
 
+/// What a call counts as: the schedule that it runs, which is not always the
+/// one that was asked for.
+GpuTraffic::Kind KindOf(const Caller& caller, const PackedLayout& layout,
+                        GpuTraffic::Op op) {
+  GpuTraffic::Kind kind = {.op = op,
+                           .schedule = Schedule::kPacked,
+                           .means = GpuTraffic::Means::kMail,
+                           .num_ranks = caller.num_ranks,
+                           .devices = {}};
+  if (layout.is_mailed) return kind;
+  kind.means = GpuTraffic::Means::kRings;
+  if (layout.is_broadcast) {
+    kind.schedule = Schedule::kBroadcast;
+    return kind;
+  }
+  kind.devices = caller.wiring.devices;
+  kind.has_relays = caller.wiring.has_relays;
+  if (kind.has_relays) kind.schedule = Schedule::kRelay;
+  return kind;
+}
+
+/// Runs a rank's call, counted.
+template <typename Call>
+Status Count(const Caller& caller, const Call& call, GpuTraffic::Op op,
+             Status (PackedCall::*run)(const Call&)) {
+  const PackedLayout layout = LayoutOf(caller, call);
+  return GpuTraffic::Process().Count(
+      caller, KindOf(caller, layout, op), [&](const Tally& tally) {
+        return (PackedCall(caller, layout, call.scratch, tally).*run)(call);
+      });
+}
+
 }  // namespace
 
 int64_t PackedScratchBytes(const Caller& caller, const GpuDispatch& call) {
@@ -281,17 +318,19 @@ int64_t PackedScratchBytes(const Caller& caller, const GpuCombineGrad& call) {
 }
 
 Status PackedDispatch(const Caller& caller, const GpuDispatch& call) {
-  return PackedCall(caller, LayoutOf(caller, call), call.scratch)
-      .Dispatch(call);
+  return Count(caller, call, GpuTraffic::Op::kDispatch, &PackedCall::Dispatch);
 }
 
 Status PackedCombine(const Caller& caller, const GpuCombine& call) {
-  return PackedCall(caller, LayoutOf(caller, call), call.scratch).Combine(call);
+  return Count(caller, call,
+               call.has_weights ? GpuTraffic::Op::kCombine
+                                : GpuTraffic::Op::kDispatchGrad,
+               &PackedCall::Combine);
 }
 
 Status PackedCombineGrad(const Caller& caller, const GpuCombineGrad& call) {
-  return PackedCall(caller, LayoutOf(caller, call), call.scratch)
-      .CombineGrad(call);
+  return Count(caller, call, GpuTraffic::Op::kCombineGrad,
+               &PackedCall::CombineGrad);
 }
 
 }  // namespace turbobus::moe::cuda

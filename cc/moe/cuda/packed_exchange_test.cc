@@ -38,6 +38,7 @@ using testing::MemoryOf;
 using testing::OnRanks;
 using testing::RankMemory;
 using testing::Ranks;
+using testing::RunExchanges;
 using testing::ScratchFor;
 using testing::WiringOf;
 
@@ -70,27 +71,8 @@ class PackedExchange : public ::testing::Test {
     for (int r = 0; r < one.num_ranks; ++r) {
       memory.push_back(MemoryOf(one, ranks, r, fill));
     }
-    ExpectOk(ranks.Call([&](const Caller& caller) {
-      RankMemory& own = memory[caller.rank];
-      GpuDispatch call = DispatchOf(one, caller.rank, own);
-      call.scratch = ScratchFor(caller, call, own);
-      return RunDispatch(caller, call);
-    }));
-    if (one.dtype != DType::kOther) {
-      for (const bool has_weights : {true, false}) {
-        ExpectOk(ranks.Call([&](const Caller& caller) {
-          RankMemory& own = memory[caller.rank];
-          GpuCombine call = CombineOf(one, caller.rank, own, has_weights);
-          call.scratch = ScratchFor(caller, call, own);
-          return RunCombine(caller, call);
-        }));
-      }
-      ExpectOk(ranks.Call([&](const Caller& caller) {
-        RankMemory& own = memory[caller.rank];
-        GpuCombineGrad call = CombineGradOf(one, caller.rank, own);
-        call.scratch = ScratchFor(caller, call, own);
-        return RunCombineGrad(caller, call);
-      }));
+    for (const Status& status : RunExchanges(one, ranks, memory)) {
+      EXPECT_TRUE(status.ok()) << status;
     }
     Results results;
     for (int r = 0; r < one.num_ranks; ++r) {

@@ -269,7 +269,8 @@ TEST_F(PackedSpeed, OfKernels) {
         index(8 * batch.num_tokens, 0), blocks(NumberScratchBytes(shape), 0),
         rows(shape.num_rows * shape.row_bytes, 0), outbox(token_bytes, 0),
         inbox(token_bytes, 0), sums(token_bytes, 0), posted(8 * choices, 0),
-        totals(8, 0), weights(ToBytes(std::vector<float>(choices, 1.0f)));
+        totals(8, 0), arrivals(8 * choices, 0),
+        weights(ToBytes(std::vector<float>(choices, 1.0f)));
     const auto both = [](auto* pointer) {
       Peers<std::remove_pointer_t<decltype(pointer)>> peers;
       peers.of[0] = peers.of[1] = pointer;
@@ -307,8 +308,28 @@ TEST_F(PackedSpeed, OfKernels) {
         .rows = rows.as(),
         .outbox = {.of = both(outbox.as()), .index = index.as<int32_t>()},
         .for_peers = true,
-        .for_own = false};
+        .for_own = false,
+        .tally = {}};
+    // What counting bytes costs: nothing to be seen.
+    Tally tally;
+    ASSERT_EQ(TrafficCounters(&tally.bytes), cudaSuccess);
     Print("pack", [&] { return LaunchPack(shape, pack, nullptr); });
+    pack.tally = tally;
+    Print("  counted", [&] { return LaunchPack(shape, pack, nullptr); });
+    SendArgs send = {.counts = both(counts.as<const int32_t>()),
+                     .arrivals = both(arrivals.as<int32_t>()),
+                     .rows = both(rows.as()),
+                     .expert_ids = expert_ids.as<int32_t>(),
+                     .block_offsets = offsets.as<int32_t>(),
+                     .tokens = tokens.as(),
+                     .positions = slots.as<int32_t>(),
+                     .group_sizes = sizes.as<int32_t>(),
+                     .wanted = sizes.as<int32_t>() + batch.num_experts,
+                     .is_deduplicated = true,
+                     .tally = {}};
+    Print("send", [&] { return LaunchSend(shape, send, nullptr); });
+    send.tally = tally;
+    Print("  counted", [&] { return LaunchSend(shape, send, nullptr); });
     pack.for_peers = false;
     pack.for_own = true;
     Print("own rows", [&] { return LaunchPack(shape, pack, nullptr); });
@@ -320,13 +341,17 @@ TEST_F(PackedSpeed, OfKernels) {
         .outbox = {.of = both(outbox.as()), .index = index.as<int32_t>()},
         .inbox = {.of = both(inbox.as()), .index = index.as<int32_t>()},
         .arrived = {},
-        .out = sums.as()};
+        .out = sums.as(),
+        .tally = {}};
     combine.weights.of[0] = combine.weights.of[1] = weights.as();
     Print("sum",
           [&] { return LaunchSum(shape, DType::kBF16, combine, nullptr); });
     number.is_outgoing = false;
     (void)LaunchNumber(shape, number, nullptr);
     Print("partial",
+          [&] { return LaunchPartial(shape, DType::kBF16, combine, nullptr); });
+    combine.tally = tally;
+    Print("  counted",
           [&] { return LaunchPartial(shape, DType::kBF16, combine, nullptr); });
     const UnpackArgs unpack = {
         .expert_ids = both(expert_ids.as<const int32_t>()),

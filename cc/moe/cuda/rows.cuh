@@ -126,6 +126,32 @@ __device__ inline bool IsBoxed(const Boxes& boxes, const Shape& shape,
   return is_first && __ffs(all) - 1 == Lane();
 }
 
+/// Counts what this block's tokens, whose slots its warps hold, send to peers:
+/// a row to each rank that has one, and `scalar_bytes` back for each choice.
+/// The whole block takes part.
+__device__ inline void CountRows(const Shape& shape, const Tally& tally,
+                                 const Slots& slots, int scalar_bytes = 0) {
+  if (tally.bytes == nullptr) return;
+  __shared__ int num_rows[kMaxRanks];
+  __shared__ int num_choices[kMaxRanks];
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < kMaxRanks) num_rows[peer] = num_choices[peer] = 0;
+  __syncthreads();
+  if (slots.position >= 0 && slots.owner != shape.rank) {
+    if (slots.is_first) atomicAdd(&num_rows[slots.owner], 1);
+    if (scalar_bytes > 0) {
+      atomicAdd(&num_choices[slots.owner], __popc(slots.sharing));
+    }
+  }
+  __syncthreads();
+  if (peer >= shape.num_ranks || num_rows[peer] == 0) return;
+  atomicAdd(&tally.bytes[shape.rank * shape.num_ranks + peer],
+            static_cast<unsigned long long>(num_rows[peer] * shape.row_bytes));
+  if (scalar_bytes == 0) return;
+  atomicAdd(&tally.bytes[peer * shape.num_ranks + shape.rank],
+            static_cast<unsigned long long>(num_choices[peer]) * scalar_bytes);
+}
+
 /// The index of the lowest set bit, which is cleared.
 __device__ inline int PopBit(unsigned& bits) {
   const int bit = __ffs(bits) - 1;

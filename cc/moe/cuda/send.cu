@@ -131,6 +131,8 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int32_t shared[];
   __shared__ int32_t ids[kMaxSlotsPerBlock];
   __shared__ int32_t rows[kMaxSlotsPerBlock];
+  __shared__ int num_sent[kMaxRanks];
+  if (threadIdx.x < kMaxRanks) num_sent[threadIdx.x] = 0;
   Bases bases(shared, shape.num_experts);
   bases.Make(shape, args.counts);
   const int first_expert = shape.rank * shape.num_local_experts;
@@ -191,12 +193,21 @@ __global__ void __launch_bounds__(kThreads)
     const bool is_target =
         slots.position >= 0 &&
         (!args.is_deduplicated || slots.owner == shape.rank || slots.is_first);
+    if (is_target) atomicAdd(&num_sent[slots.owner], 1);
     uint8_t* target =
         is_target ? args.rows.of[slots.owner] + slots.position * shape.row_bytes
                   : nullptr;
     CopyRow<Vec>(args.tokens + (first_token + t) * shape.row_bytes, target,
                  __ballot_sync(kAllLanes, is_target), shape.row_bytes);
   }
+  if (args.tally.bytes == nullptr) return;
+  __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= shape.num_ranks || peer == shape.rank || num_sent[peer] == 0) {
+    return;
+  }
+  atomicAdd(&args.tally.bytes[shape.rank * shape.num_ranks + peer],
+            static_cast<unsigned long long>(num_sent[peer] * shape.row_bytes));
 }
 
 /// As `Send`, without rows. The last block only writes sizes.

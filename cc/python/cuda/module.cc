@@ -16,6 +16,7 @@
 #include "ffi/cuda/process_stream_engine.h"
 #include "ffi/cuda/targets.h"
 #include "moe/blocking_meeting.h"
+#include "moe/cuda/gpu_traffic.h"
 #include "moe/cuda/ring_timing.h"
 #include "moe/cuda/wiring.h"
 #include "python/bindings.h"
@@ -303,6 +304,24 @@ std::string YieldKindName() {
   }
 }
 
+py::list ExchangeTraffic() {
+  StatusOr<std::vector<moe::Traffic>> traffic = Internal("");
+  {
+    const py::gil_scoped_release release;
+    traffic = moe::cuda::GpuTraffic::Process().Read();
+  }
+  return ToList(ValueOrRaise(std::move(traffic)));
+}
+
+void ResetExchangeTraffic() {
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = moe::cuda::GpuTraffic::Process().Reset();
+  }
+  RaiseIfError(status);
+}
+
 py::dict FfiTargets() {
   py::dict targets;
   for (const ffi::Target& target : ffi::CudaTargets()) {
@@ -354,6 +373,10 @@ PYBIND11_MODULE(_cuda, module) {
              "slot_bytes"_a, "repeats"_a,
              "Seconds of each way (source, reader, 'host' or 'peer') when all "
              "carry size_bytes at once, as exchanges do.");
+  module.def("exchange_traffic", &ExchangeTraffic,
+             "What exchanges have moved between GPUs since the last reset.");
+  module.def("reset_exchange_traffic", &ResetExchangeTraffic,
+             "Starts the counts of exchange_traffic again.");
   module.def("start", &Start, "paths"_a, "settings"_a,
              "Makes this process's engine over paths (gpu, relay or None, "
              "direction, bytes per second).");

@@ -1,0 +1,166 @@
+#include "moe/cuda/gpu_traffic.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <tuple>
+
+#include "moe/cuda/events.h"
+
+namespace turbobus::moe::cuda {
+namespace {
+
+const char* OpName(GpuTraffic::Op op) {
+  switch (op) {
+    case GpuTraffic::Op::kDispatch:
+      return "dispatch";
+    case GpuTraffic::Op::kCombine:
+      return "combine";
+    case GpuTraffic::Op::kDispatchGrad:
+      return "dispatch_grad";
+    case GpuTraffic::Op::kCombineGrad:
+      return "combine_grad";
+  }
+  return "unknown";
+}
+
+const char* PathName(Path::Kind kind) {
+  switch (kind) {
+    case Path::Kind::kPeer:
+      return "peer";
+    case Path::Kind::kHost:
+      return "host";
+    case Path::Kind::kRelay:
+      return "relay";
+  }
+  return "unknown";
+}
+
+/// The path from one rank to another.
+std::string PathOf(const GpuTraffic::Kind& kind, int from, int to) {
+  if (kind.means == GpuTraffic::Means::kMail) return "mail";
+  if (kind.means == GpuTraffic::Means::kPeerMemory) return "peer";
+  // What has several readers is in host memory.
+  if (kind.schedule == Schedule::kBroadcast) return "host";
+  Wiring wiring;
+  wiring.devices = kind.devices;
+  wiring.has_relays = kind.has_relays;
+  return PathName(wiring.Between(from, to).kind);
+}
+
+/// Lets the thread have the device that it had before.
+class DeviceBefore {
+ public:
+  DeviceBefore() { (void)cudaGetDevice(&device_); }
+  ~DeviceBefore() { (void)cudaSetDevice(device_); }
+  DeviceBefore(const DeviceBefore&) = delete;
+  DeviceBefore& operator=(const DeviceBefore&) = delete;
+
+ private:
+  int device_ = 0;
+};
+
+}  // namespace
+
+GpuTraffic& GpuTraffic::Process() {
+  static auto* const traffic = new GpuTraffic;  // Handlers may outlive main.
+  return *traffic;
+}
+
+GpuTraffic::Entry* GpuTraffic::Find(const Kind& kind) {
+  const std::lock_guard lock(mutex_);
+  const auto [it, is_new] = entries_.try_emplace(kind);
+  if (is_new) {
+    const int64_t wanted = int64_t{kind.num_ranks} * kind.num_ranks;
+    it->second.first =
+        num_counters_ + wanted <= kNumTrafficCounters ? num_counters_ : -1;
+    if (it->second.first >= 0) num_counters_ += wanted;
+  }
+  return &it->second;
+}
+
+Tally GpuTraffic::TallyOf(int device, const Entry* entry) {
+  if (entry->first < 0 || device < 0 || device >= kMaxDevices) return {};
+  unsigned long long* counters = addresses_[device].load();
+  if (counters == nullptr) {
+    if (TrafficCounters(&counters) != cudaSuccess) {
+      (void)cudaGetLastError();  // The call's own launches say what is wrong.
+      return {};
+    }
+    addresses_[device] = counters;
+  }
+  return {.bytes = counters + entry->first};
+}
+
+StatusOr<std::vector<int64_t>> GpuTraffic::Sum() {
+  std::vector<int64_t> sum(kNumTrafficCounters);
+  std::vector<unsigned long long> here(sum.size());
+  const DeviceBefore before;
+  for (int device = 0; device < kMaxDevices; ++device) {
+    const unsigned long long* const counters = addresses_[device].load();
+    if (counters == nullptr) continue;
+    TB_RETURN_IF_ERROR(FromCuda(cudaSetDevice(device), "cudaSetDevice"));
+    TB_RETURN_IF_ERROR(
+        FromCuda(cudaDeviceSynchronize(), "the GPU's earlier work"));
+    TB_RETURN_IF_ERROR(
+        FromCuda(cudaMemcpy(here.data(), counters,
+                            here.size() * sizeof(here[0]), cudaMemcpyDefault),
+                 "copy of the counters"));
+    for (size_t i = 0; i < sum.size(); ++i) {
+      sum[i] += static_cast<int64_t>(here[i]);
+    }
+  }
+  return sum;
+}
+
+StatusOr<std::vector<Traffic>> GpuTraffic::Read() {
+  TB_ASSIGN_OR_RETURN(const std::vector<int64_t> sum, Sum());
+  std::map<std::tuple<std::string, Schedule, std::string, int>, Traffic> all;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [kind, entry] : entries_) {
+    const int64_t num_calls = entry.num_calls - entry.num_calls_before;
+    if (num_calls == 0) continue;
+    if (entry.first < 0) {
+      return ResourceExhausted("exchanges of more kinds than can be counted");
+    }
+    std::map<std::string, std::vector<int64_t>> by_path;
+    const int num_ranks = kind.num_ranks;
+    for (int from = 0; from < num_ranks; ++from) {
+      for (int to = 0; to < num_ranks; ++to) {
+        // A call of one rank has no pair, but is one.
+        if (from == to && num_ranks > 1) continue;
+        std::vector<int64_t>& bytes = by_path[PathOf(kind, from, to)];
+        bytes.resize(static_cast<size_t>(num_ranks) * num_ranks);
+        const int64_t at = entry.first + from * num_ranks + to;
+        bytes[from * num_ranks + to] =
+            sum[at] - (before_.empty() ? 0 : before_[at]);
+      }
+    }
+    for (const auto& [path, bytes] : by_path) {
+      Traffic& traffic = all[{OpName(kind.op), kind.schedule, path, num_ranks}];
+      if (traffic.bytes.empty()) {
+        traffic = {OpName(kind.op),
+                   kind.schedule,
+                   path,
+                   num_ranks,
+                   0,
+                   std::vector<int64_t>(bytes.size())};
+      }
+      traffic.num_calls += num_calls;
+      for (size_t i = 0; i < bytes.size(); ++i) traffic.bytes[i] += bytes[i];
+    }
+  }
+  std::vector<Traffic> list;
+  for (const auto& [key, traffic] : all) list.push_back(traffic);
+  return list;
+}
+
+Status GpuTraffic::Reset() {
+  TB_ASSIGN_OR_RETURN(std::vector<int64_t> sum, Sum());
+  const std::lock_guard lock(mutex_);
+  before_ = std::move(sum);
+  for (auto& [kind, entry] : entries_) entry.num_calls_before = entry.num_calls;
+  return OkStatus();
+}
+
+}  // namespace turbobus::moe::cuda
