@@ -76,4 +76,6 @@ def main(tokens=1024, hidden=128, num_experts=16, top_k=2):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
+    # GPUs round to TF32 otherwise, each product its own way.
+    jax.config.update("jax_default_matmul_precision", "highest")
     main()

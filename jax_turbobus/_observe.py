@@ -186,8 +186,11 @@ def stats() -> Stats:
     (plain copies on CPU devices) `is_enabled` is False and nothing is counted.
     """
     engine = config.engine() or gpu.engine()
-    if engine is None:
-        return Stats()
+    return Stats() if engine is None else stats_of(engine)
+
+
+def stats_of(engine: Any) -> Stats:
+    """Returns what one engine has done, as `stats` does."""
     raw = engine.stats()
     lanes = tuple(LaneStats(**lane) for lane in raw.pop("lanes"))
     links = tuple(LinkStats(**link) for link in raw.pop("links"))

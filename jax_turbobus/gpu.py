@@ -92,15 +92,16 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Returns what `jax_turbobus.stats` shows."""
         raw = self.raw()
+        num_completed = raw["num_completed"] + raw["num_plain"]
         return {
             "now_ns": raw["now_ns"],
             "created_ns": raw["created_ns"],
-            "num_submitted": raw["num_completed"] + raw["num_in_flight"],
+            "num_submitted": num_completed + raw["num_in_flight"],
             "num_in_flight": raw["num_in_flight"],
-            "num_completed": raw["num_completed"],
+            "num_completed": num_completed,
             "num_failed": 0,
             "num_cancelled": 0,
-            "num_completed_bytes": raw["completed_bytes"],
+            "num_completed_bytes": raw["completed_bytes"] + raw["plain_bytes"],
             "num_blocks_in_flight": 0,
             "num_reissued_blocks": raw["num_failures"],
             "num_late_copies": 0,

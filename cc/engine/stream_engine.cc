@@ -122,6 +122,11 @@ Status StreamEngine::Plain(const CopyRequest& request) {
   const std::lock_guard lock(mutex_);
   ++stats_.num_plain;
   stats_.plain_bytes += request.size_bytes;
+  const int path = PathIndex(request.gpu, topo::kNoRelay, request.direction);
+  if (path >= 0) {
+    ++stats_.paths[path].num_blocks;
+    stats_.paths[path].size_bytes += request.size_bytes;
+  }
   return device_error_;
 }
 

@@ -210,7 +210,15 @@ TEST(StreamEngineTest, DisabledOrPageableOrSmallIsOnePlainCopy) {
   ASSERT_EQ(machine.engine->Copy(machine.H2d(0, big, device)), OkStatus());
   ASSERT_TRUE(machine.streams->Drain());
   EXPECT_EQ(machine.streams->num_copies, 3);
-  EXPECT_EQ(machine.engine->stats().num_plain, 3);
+  const StreamStats stats = machine.engine->stats();
+  EXPECT_EQ(stats.num_plain, 3);
+  // Its link carried them all the same.
+  const auto direct = std::ranges::find_if(
+      stats.paths, [](const PathStats& one) { return one.size_bytes > 0; });
+  ASSERT_NE(direct, stats.paths.end());
+  EXPECT_EQ(direct->path.relay, topo::kNoRelay);
+  EXPECT_EQ(direct->size_bytes, 2 * 900 * kKiB + 9 * kKiB);
+  EXPECT_EQ(direct->num_blocks, 3);
   EXPECT_EQ(device, big);
 }
 

@@ -54,6 +54,8 @@ struct StreamSettings {
 /// INVALID_ARGUMENT, naming the setting, if it cannot work.
 Status Validate(const StreamSettings& settings);
 
+/// Of transfers that are over, and on the direct path plain copies, which count
+/// when they are enqueued.
 struct PathStats {
   topo::Path path;
   int64_t num_transfers = 0;

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from jax_turbobus.demo.emulate import Comparison, Emulation
+from jax_turbobus.demo.compare import Comparison
+from jax_turbobus.demo.emulate import Emulation
 from jax_turbobus.demo.traffic import ExchangeBytes
 
 __all__ = ["bytes_moved", "framed", "size", "table"]
@@ -94,7 +95,7 @@ def comparison(compared: Comparison) -> str:
     ]
     return "\n".join(
         (
-            f"the same {size(compared.size_bytes)} a device over emulated links, "
+            f"the same {size(compared.size_bytes)} a device over {compared.links}, "
             f"best of {compared.repeats}",
             table(rows),
             "  Idle links help who transfers alone; where all transfer, none is idle.",

@@ -17,6 +17,7 @@ from jax_turbobus import moe
 from jax_turbobus.bench import _options
 from jax_turbobus.demo import (
     backends,
+    compare,
     emulate,
     plots,
     report,
@@ -190,8 +191,10 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
         say(report.emulation(emulation))
     say()
 
+    on_gpus = devices[0].platform == "gpu"
     recorder = Recorder(
         options.out / "trace.json",
+        on_gpus=on_gpus,
         **({} if emulation is None else emulation.arguments()),
     )
     topology = None if emulation is None else emulation.topology
@@ -221,8 +224,12 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
         newest = timeline.newest(recorder.spans, 3e3 * float(np.median(step_seconds)))
         panels["training, the last steps: Adam's moments come and go"] = newest
         panels["one burst of them"] = timeline.fullest_burst(newest)
+    compared = None
     if emulation is not None:
-        compared = emulate.compare(emulation, devices, options.out)
+        compared = compare.over_emulated_links(emulation, devices, options.out)
+    elif on_gpus and options.backend == "turbobus" and jax.local_device_count() > 1:
+        compared = compare.over_own_links(devices, options.out)
+    if compared is not None:
         say(report.comparison(compared))
         say()
         pooling = compared.panels

@@ -7,13 +7,21 @@ apart. People ask about links. Here a lane's hops are laid over the links they c
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_turbobus._observe import LaneStats
 from jax_turbobus.topology import Topology
 
-__all__ = ["Span", "fullest_burst", "link_names", "newest", "spans"]
+__all__ = [
+    "Span",
+    "fullest_burst",
+    "hops",
+    "hops_on_gpus",
+    "link_names",
+    "newest",
+    "spans",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ def _walk(topology: Topology, links: Sequence[int], start: str) -> Iterator[str]
         yield f"{link.id} {before}>{node}"
 
 
-def _hops(topology: Topology, lane: LaneStats) -> list[list[str]]:
+def hops(topology: Topology, lane: LaneStats) -> list[list[str]]:
     """Returns the links of each hop of a lane: one if direct, two over a relay."""
     ways = topology.paths(lane.gpu, lane.direction, lane.numa_node)
     path = next(way for way in ways if way.relay == lane.relay)
@@ -59,6 +67,12 @@ def _hops(topology: Topology, lane: LaneStats) -> list[list[str]]:
     return [names[:cut], names[cut:]]
 
 
+def hops_on_gpus(lane: LaneStats) -> list[list[str]]:
+    """Returns the one link of a lane of real GPUs that is watched: to the host."""
+    owner = lane.gpu if lane.relay is None else lane.relay
+    return [[f"pcie gpu{owner} {lane.direction}"]]
+
+
 def link_names(topology: Topology) -> list[str]:
     """Returns every link in each direction, in the topology's order."""
     return [
@@ -68,13 +82,17 @@ def link_names(topology: Topology) -> list[str]:
     ]
 
 
-def spans(trace: Path, topology: Topology, lanes: Sequence[LaneStats]) -> list[Span]:
+def spans(
+    trace: Path,
+    lanes: Sequence[LaneStats],
+    hops_of: Callable[[LaneStats], list[list[str]]],
+) -> list[Span]:
     """Returns what a trace recorded, by link.
 
     Args:
       trace: a file that `jax_turbobus.trace` wrote.
-      topology: what the engine ran on.
       lanes: the engine's lanes, from `jax_turbobus.stats`.
+      hops_of: the links of each hop of a lane.
     """
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {
@@ -83,7 +101,7 @@ def spans(trace: Path, topology: Topology, lanes: Sequence[LaneStats]) -> list[S
         if event["ph"] == "M" and event["name"] == "thread_name"
     }
     lane_of = {lane.name: lane for lane in lanes}
-    hops = {lane.name: _hops(topology, lane) for lane in lanes}
+    links_of = {lane.name: hops_of(lane) for lane in lanes}
     result = []
     for event in events:
         if event["ph"] != "X" or event["cat"] != "block":
@@ -97,7 +115,7 @@ def spans(trace: Path, topology: Topology, lanes: Sequence[LaneStats]) -> list[S
                 start_ms=event["ts"] / 1e3,
                 duration_ms=event["dur"] / 1e3,
             )
-            for link in hops[name][1 if hop == "second hop" else 0]
+            for link in links_of[name][1 if hop == "second hop" else 0]
         ]
     return result
 

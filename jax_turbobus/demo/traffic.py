@@ -70,11 +70,11 @@ class ExchangeBytes:
         }
 
     def _our_schedule(self, ids: np.ndarray) -> str:
-        """Returns the schedule that ran; or, of a peer's run, that would have."""
-        if self.in_use == "turbobus":
-            kinds = moe.exchange_stats()
-            (schedule,) = {k.schedule for k in kinds if k.op == "dispatch"}
-            return schedule
+        """Returns the schedule that ran; or that would have, where none was counted."""
+        kinds = moe.exchange_stats()
+        ran = [kind.schedule for kind in kinds if kind.op == "dispatch"]
+        if self.in_use == "turbobus" and ran:
+            return ran[0]
         schedules = ("packed", "broadcast")
         return moe.choose_schedule(**self._sizes(ids), schedules=schedules).schedule
 

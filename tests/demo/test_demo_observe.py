@@ -5,8 +5,16 @@ import numpy as np
 import pytest
 
 import jax_turbobus as jtb
-from jax_turbobus import moe
-from jax_turbobus.demo import backends, emulate, model, report, text, timeline
+from jax_turbobus import gpu, moe
+from jax_turbobus.demo import (
+    backends,
+    compare,
+    emulate,
+    model,
+    report,
+    text,
+    timeline,
+)
 from jax_turbobus.demo.observe import Recorder
 from jax_turbobus.demo.traffic import ExchangeBytes
 from jax_turbobus.demo.train import TrainConfig, Trainer
@@ -46,6 +54,21 @@ def test_bytes_of_a_run_are_those_counted_while_it_ran(tmp_path):
     assert sum(exchanged.by_link.values()) == pytest.approx(2 * used)
 
 
+def test_bytes_of_a_run_whose_exchanges_were_not_counted(monkeypatch):
+    # One device sends nothing, so nothing is counted on GPUs.
+    monkeypatch.setattr(moe, "exchange_stats", list)
+    config = TrainConfig(num_steps=1, batch=8, eval_every=100, eval_batches=0)
+    corpus = text.load_standard_library(SMALL.context)
+    trainer = Trainer(
+        SMALL, config, backends.get("turbobus"), corpus, jax.devices()[:2]
+    )
+    trainer.held_out_loss = lambda: 0.0
+    exchanged = ExchangeBytes(SMALL, 2, None)
+    for step in trainer.run():
+        exchanged.add(step)
+    assert exchanged.by_peer["turbobus"] > 0
+
+
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_relayed_blocks_are_laid_over_the_links_they_cross(tmp_path, direction):
     sharding = jax.sharding.SingleDeviceSharding(
@@ -71,6 +94,74 @@ def test_relayed_blocks_are_laid_over_the_links_they_cross(tmp_path, direction):
     assert any(span.is_relayed for span in recorder.spans)
 
 
+class _TwoGpus:
+    """Stands in for the CUDA library: 3 MiB direct, 2 MiB over the neighbour."""
+
+    def __init__(self):
+        self.now = {"is_traced": False, "split": "finish-time"}
+        self.num_transfers = 0
+
+    def settings(self):
+        return dict(self.now)
+
+    def set_settings(self, settings):
+        self.now.update(settings)
+
+    def take_messages(self):
+        return []
+
+    def take_spans(self):
+        kind = {"transfer": self.num_transfers, "call": "to_device"}
+        return [
+            {"path": i, **kind, "size_bytes": size, "start_ns": 5, "end_ns": 9 + i}
+            for i, size in enumerate((3 << 20, 2 << 20))
+            if self.num_transfers
+        ]
+
+    def stats(self):
+        zeros = dict.fromkeys(
+            ("now_ns", "created_ns", "num_in_flight", "num_failures"), 0
+        )
+        paths = [
+            {
+                "gpu": 0,
+                "relay": relay,
+                "direction": "h2d",
+                "bandwidth_bytes_per_s": 5e10,
+                "num_bytes": self.num_transfers * size,
+                "num_blocks": self.num_transfers,
+                "busy_ns": 4,
+                "num_late": 0,
+                "dropped": "",
+            }
+            for relay, size in ((None, 3 << 20), (1, 2 << 20))
+        ]
+        plain = {"num_plain": 0, "plain_bytes": 0}
+        done = {"num_completed": self.num_transfers, "completed_bytes": 0}
+        return {**zeros, **plain, **done, "paths": paths, "recent_transfers": []}
+
+
+def test_what_the_engine_of_gpus_moves_is_laid_over_their_links(tmp_path, monkeypatch):
+    library = _TwoGpus()
+    library.num_transfers = 1  # earlier ones are not this recorder's
+    monkeypatch.setattr(gpu, "_engine", gpu.Engine(library, ()))
+    recorder = Recorder(tmp_path / "trace.json", on_gpus=True, split="direct")
+    with recorder:
+        assert library.now == {"is_traced": True, "split": "direct"}
+        library.num_transfers += 1
+    assert library.now == {"is_traced": False, "split": "finish-time"}
+    assert recorder.bytes_by_link == {
+        "pcie gpu0 h2d": 3 << 20,
+        "pcie gpu1 h2d": 2 << 20,
+    }
+    assert [(s.link, s.gpu, s.is_relayed) for s in recorder.spans] == [
+        ("pcie gpu0 h2d", 0, False),
+        ("pcie gpu1 h2d", 0, True),
+    ]
+    assert recorder.links == ["pcie gpu0 h2d", "pcie gpu1 h2d"]
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_newest_counts_from_its_first_span():
     found = [timeline.Span("a", 0, False, start, 1.0) for start in (5.0, 8.0, 9.0)]
     assert [span.start_ms for span in timeline.newest(found)] == [0.0, 3.0, 4.0]
@@ -91,7 +182,7 @@ def test_fullest_burst_ends_where_all_links_pause():
 def test_pooling_helps_one_device_and_not_all(tmp_path):
     emulation = emulate.Emulation.load("2xh200")
     assert emulation.rate_scale < 0.1
-    compared = emulate.compare(emulation, jax.devices()[:2], tmp_path, repeats=3)
+    compared = compare.over_emulated_links(emulation, jax.devices()[:2], tmp_path)
     names = [timing.name for timing in compared.timings]
     assert len(names) == 4
     for timing in compared.timings:

@@ -48,7 +48,7 @@ def plan(seed, ranks=4, each=1, operand_rows=96, output_rows=160, overlap=False)
     """Random slices; disjoint in every result unless `overlap`."""
     rng = np.random.default_rng(seed)
     slices = ranks * each
-    most = operand_rows // slices
+    most = min(operand_rows, output_rows) // max(slices, 2)
     sizes = rng.integers(0, most + 1, (ranks, slices)).astype(np.int32)
     sizes[rng.random(sizes.shape) < 0.3] = 0
     if overlap:
