@@ -20,7 +20,7 @@ class Recorder:
     """Puts an engine in that records, for the body of a ``with``.
 
     Attributes:
-      path: the trace, written when the body ends; there is none if nothing moved.
+      path: the trace, written when the body ends; there is none if no block was timed.
       bytes_by_link: bytes that crossed each link and direction.
       spans: the newest blocks, by link.
       links: the links that `spans` may name, in order.
@@ -81,3 +81,5 @@ class Recorder:
             self.links = timeline.link_names(topology)
             hops_of = functools.partial(timeline.hops, topology)
         self.spans = timeline.spans(self.path, seen.lanes, hops_of)
+        if not self.spans:  # small copies are on XLA's stream, and not timed
+            self.path.unlink()
