@@ -5,7 +5,6 @@ Bounds are on a ratio of times, ours to a peer's.
 
 import argparse
 import dataclasses
-import os
 
 import jax
 import numpy as np
@@ -58,8 +57,7 @@ def best_bound(
         return None
     if is_backward:
         return f"<= {_GPU_BACKWARD_BOUND:.4g}"
-    without_peer_access = os.environ.get("JAX_TURBOBUS_PEER_ACCESS") == "0"
-    return f"<= {by_access[without_peer_access]:.4g}"
+    return f"<= {by_access[not args.has_peers]:.4g}"
 
 
 def peer_bound(

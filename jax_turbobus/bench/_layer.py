@@ -1,6 +1,7 @@
 """One comparison of exchanges: its data, its programs, and what is right."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jax_turbobus import moe
 from jax_turbobus.bench import peers
 
-__all__ = ["Layer", "ours"]
+__all__ = ["METRICS", "Layer", "ours"]
+
+METRICS = ("forward", "forward + backward")
 
 # Of the arguments of one layer: expert ids, weights, scales.
 _PER_LAYER = 3
@@ -77,28 +80,26 @@ class Layer:
 
         Of several calls each one's way from Python to the devices and back is hidden.
         """
-        return self._program("forward", scheme, self.mapped(scheme), calls)
+        return _waiting(self.program("forward", scheme), calls)
 
     def forward_backward(self, scheme: peers.Peer, calls: int = 1) -> Callable[[], Any]:
         """Returns compiled calls of one scheme and its gradients, as `forward`."""
-        grads = _gradients(self.mapped(scheme))
-        return self._program("forward + backward", scheme, grads, calls)
+        return _waiting(self.program("forward + backward", scheme), calls)
 
-    def _program(
-        self, kind: str, scheme: peers.Peer, function: Any, calls: int
-    ) -> Callable[[], Any]:
-        key = kind, scheme
+    def program(self, metric: str, scheme: peers.Peer) -> Callable[[], Any]:
+        """Returns a compiled call that is not waited for.
+
+        Args:
+          metric: one of `METRICS`.
+          scheme: whose.
+        """
+        key = metric, scheme
         if key not in self.programs:
-            lowered = jax.jit(function).lower(*self.arguments)
-            self.programs[key] = lowered.compile()
-        compiled = self.programs[key]
-
-        def run() -> Any:
-            for _ in range(calls - 1):
-                compiled(*self.arguments)
-            return jax.block_until_ready(compiled(*self.arguments))
-
-        return run
+            function = self.mapped(scheme)
+            if metric != "forward":
+                function = _gradients(function)
+            self.programs[key] = jax.jit(function).lower(*self.arguments).compile()
+        return functools.partial(self.programs[key], *self.arguments)
 
     def mapped(self, scheme: peers.Peer) -> Callable[..., jax.Array]:
         """Returns a scheme, layer after layer, of the arrays of all ranks."""
@@ -114,16 +115,45 @@ class Layer:
             out_specs=spec,
         )
 
-    def reference(
-        self,
-    ) -> tuple[np.ndarray[Any, Any], tuple[np.ndarray[Any, Any], ...]]:
-        """Returns the dense result and its gradients, on one device."""
+    def reference(self) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Returns the dense result and its gradients, made on one device.
+
+        One layer is compiled, and run for each.
+        """
         home = self.mesh.devices.flat[0]
-        arguments = jax.device_put(self.arguments, home)
-        dense = _one_after_another(peers.dense)
-        result = jax.jit(dense)(*arguments)
-        grads = jax.jit(_gradients(dense))(*arguments)
-        return np.asarray(result), tuple(map(np.asarray, grads))
+        tokens, *rest = jax.device_put(self.arguments, home)
+        layers = [rest[i : i + _PER_LAYER] for i in range(0, len(rest), _PER_LAYER)]
+        inputs = []
+        for layer in layers:
+            inputs.append(tokens)
+            tokens = _dense(tokens, *layer)
+        # The gradient of `sum(y ** 2) / 2` is y.
+        gradient = tokens
+        gradients: list[jax.Array] = []
+        for x, layer in zip(reversed(inputs), reversed(layers), strict=True):
+            gradient, *of_layer = _dense_backward(x, *layer, gradient)
+            gradients = [*of_layer, *gradients]
+        return tokens, (gradient, *gradients)
+
+
+_dense = jax.jit(peers.dense)
+
+
+@jax.jit
+def _dense_backward(
+    tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array, dy: Any
+) -> Any:
+    _, pull = jax.vjp(lambda t, w, s: peers.dense(t, ids, w, s), tokens, weights, scale)
+    return pull(dy)
+
+
+def _waiting(start: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    def run() -> Any:
+        for _ in range(calls - 1):
+            start()
+        return jax.block_until_ready(start())
+
+    return run
 
 
 def _one_after_another(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import operator
 import pathlib
 import statistics
@@ -21,6 +22,10 @@ _BOUNDS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
+# Of a median that means something.
+_LEAST_ROUNDS = 3
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line of a benchmark: a figure of ours, a peer's, and what is asked.
@@ -35,6 +40,9 @@ class Row:
       required: a bound such as ``"<= 0.3"``, on `ratio` where there is a peer and
         else on `ours`; None for a row that only informs.
       ok: whether the bound holds; None if there is none.
+      program: what one compiled program held, such as ``{"layers": 8}``, where that
+        is more than what the figures are of; None elsewhere.
+      note: what a reader has to know about the figures, if anything.
     """
 
     case: str
@@ -45,6 +53,8 @@ class Row:
     ratio: float | None
     required: str | None
     ok: bool | None
+    program: Mapping[str, int] | None = None
+    note: str | None = None
 
     @classmethod
     def make(
@@ -56,6 +66,8 @@ class Row:
         peer: float | None = None,
         peer_name: str | None = None,
         required: str | None = None,
+        program: Mapping[str, int] | None = None,
+        note: str | None = None,
     ) -> "Row":
         """Returns a row with its ratio and verdict worked out.
 
@@ -73,7 +85,17 @@ class Row:
             if required is None
             else _holds(ours if ratio is None else ratio, required)
         )
-        return cls(case, metric, ours, peer, peer_name, ratio, required, ok)
+        return cls(
+            case, metric, ours, peer, peer_name, ratio, required, ok, program, note
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row as plain values, without a program or note if it has none."""
+        values = dataclasses.asdict(self)
+        for name in ("program", "note"):
+            if values[name] is None:
+                del values[name]
+        return values
 
     @property
     def failed(self) -> bool:
@@ -117,6 +139,7 @@ def alternate(
     rounds: int = 11,
     warmup: int = 2,
     repeat: int = 1,
+    limit_s: float = math.inf,
 ) -> dict[str, Timing]:
     """Times functions in turn, so that drift of the machine hits all alike.
 
@@ -130,19 +153,28 @@ def alternate(
       warmup: rounds before them that do not count (compilation, first touch).
       repeat: calls a measurement, for functions too short for the clock; the
         duration is divided by it.
+      limit_s: after so many seconds no round starts, if one has been for warming up
+        and three have been measured.
 
     Returns:
       A `Timing` for each name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions.items())
+    begin = time.perf_counter()
+    num_measured = 0
     for i in range(warmup + rounds):
+        is_late = time.perf_counter() - begin > limit_s
+        if is_late and num_measured >= _LEAST_ROUNDS:
+            break
+        is_measured = i >= (min(warmup, 1) if is_late else warmup)
+        num_measured += is_measured
         for name, function in order if i % 2 == 0 else reversed(order):
             start = time.perf_counter()
             for _ in range(repeat):
                 function()
             duration = (time.perf_counter() - start) / repeat
-            if i >= warmup:
+            if is_measured:
                 seconds[name].append(duration)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
@@ -184,7 +216,7 @@ def write_json(
       rows: the benchmark's rows.
       head: what `header` returned.
     """
-    body = ",\n".join("  " + json.dumps(dataclasses.asdict(row)) for row in rows)
+    body = ",\n".join("  " + json.dumps(row.to_json()) for row in rows)
     top = json.dumps(dict(head), indent=1)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

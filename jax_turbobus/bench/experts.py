@@ -2,17 +2,19 @@
 
 What is timed: dispatch, a scaling of the rows as stand-in expert, and combine, as one
 jitted program over all devices; forward alone, and forward with the gradients of
-``sum(y ** 2) / 2`` in tokens, weights and scales. Ids are given (no router). Every
+``sum(y ** 2) / 2`` in tokens, weights and scales. Ids are given (no router). With
+several layers in one program a time is that of the program over their number. Every
 exact scheme, ours and theirs, has the same receive capacity and is checked against a
 dense reference first. Each peer is timed in turn with ours (`_report.alternate`), and a
 ratio is of two medians of the same pair.
 """
 
 import argparse
+import math
 
 import jax
 
-from jax_turbobus import _compat
+from jax_turbobus import _compat, _environment
 from jax_turbobus.bench import _options, peers, routing
 from jax_turbobus.bench._devices import bench_devices
 from jax_turbobus.bench._experts_comparison import compare_at_one_size
@@ -39,6 +41,7 @@ _OF_ONE_SIZE = (
     "only",
     "forward_only",
     "in_a_row",
+    "layers",
     "seed",
 )
 
@@ -82,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="time N calls, too, of which only the last is waited for",
     )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="in one program, each of what the one before returned; times are of one",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of routing and values")
     if _compat.has_cuda_devices():
         from jax_turbobus.bench import experts_gpu
@@ -103,13 +113,13 @@ def run(args: argparse.Namespace) -> list[Row]:
         from jax_turbobus.bench import experts_gpu
 
         _check_table(args)
-        _options.check_whole("--rounds", args.rounds, 1, _MOST)
-        _options.check_whole("--shrink", args.shrink, 1, _MOST)
         return experts_gpu.run(args)
     if args.tokens is None:
         args.tokens = _TOKENS
     args.devices = bench_devices()
     args.prefix = ""
+    args.has_peers = _environment.flag("PEER_ACCESS", default=True)
+    args.pair_limit_s = math.inf
     return compare(args)
 
 
@@ -117,7 +127,7 @@ def compare(args: argparse.Namespace) -> list[Row]:
     """Checks and times all schemes at one size.
 
     Args:
-      args: options, and ``devices``, and a ``prefix`` of the rows' names.
+      args: options, and what else `compare_at_one_size` wants.
 
     Returns:
       Rows of times against each peer, of the bounds against the best exact one, and
@@ -160,6 +170,7 @@ def _check_options(args: argparse.Namespace, num_ranks: int) -> None:
         ("topk", 1),
         ("rounds", 1),
         ("in_a_row", 1),
+        ("layers", 1),
         ("seed", 0),
     ):
         _options.check_whole(

@@ -46,6 +46,29 @@ def test_alternate_runs_each_once_a_round_and_swaps_the_order():
     assert {name: len(t.seconds) for name, t in timings.items()} == {"a": 3, "b": 3}
 
 
+def test_slow_functions_are_timed_less_often(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_report.time, "perf_counter", lambda: now[0])
+
+    def slow():
+        now[0] += 10
+
+    for limit_s, warmed, measured in ((0, 1, 3), (35, 2, 3), (1000, 2, 5)):
+        now[0] = 0.0
+        timing = _report.alternate({"a": slow}, rounds=5, limit_s=limit_s)["a"]
+        assert timing.seconds == (10,) * measured
+        assert now[0] == 10 * (warmed + measured)
+
+
+def test_rows_say_what_a_program_held_only_where_they_know():
+    row = Row.make("a", "s", 1.0, program={"layers": 8}, note="n")
+    assert row.to_json()["program"] == {"layers": 8}
+    assert Row(**row.to_json()) == row
+    bare = Row.make("a", "s", 1.0)
+    assert not {"program", "note"} & bare.to_json().keys()
+    assert Row(**bare.to_json()) == bare
+
+
 def test_json_has_a_header_and_a_row_a_line(tmp_path):
     rows = [Row.make("a", "s", 1.0), Row.make("b", "s", 2.0, peer=1.0, peer_name="p")]
     path = tmp_path / "machine" / "x.json"

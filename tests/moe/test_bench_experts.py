@@ -151,9 +151,16 @@ def test_the_bench_runs_and_records(tmp_path, capsys):
     rows = json.loads(file.read_text())["rows"]
     text = capsys.readouterr().out
     assert "best exact peer" in text
-    errors = [r for r in rows if "largest error" in r["metric"] and r["required"]]
-    assert len(errors) == 2, "ours and one exact peer"
-    assert all(r["ok"] for r in errors)
+    errors = [r for r in rows if "largest error" in r["metric"]]
+    assert [r["metric"].split(":")[:2] for r in errors if r["required"]] == [
+        ["ours", " forward"],
+        ["ours", " forward + backward"],
+    ]
+    assert all(r["ok"] for r in errors if r["required"])
+    exact = [r for r in errors if "allgather_filter" in r["metric"]]
+    assert len(exact) == 2
+    assert all(r["ours"] < 1e-5 and "note" not in r for r in exact)
+    assert {r["program"]["layers"] for r in rows if "program" in r} == {1}
     timed = {r["peer_name"] for r in rows if r["metric"].endswith(", ms")}
     assert timed == {"allgather_filter", "capacity_scatter"}, "no native ragged on CPU"
     moved = {r["peer_name"]: r["ratio"] for r in rows if "MiB" in r["metric"]}

@@ -11,11 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
 
 import jax
 
+from jax_turbobus.bench import _cases
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.experts_gpu import (
     drop_in,
@@ -29,7 +28,7 @@ from jax_turbobus.bench.experts_gpu._setup import Setup
 
 __all__ = ["CASES", "add_arguments", "run"]
 
-CASES: dict[str, Callable[[Setup], Iterator[Row]]] = {
+CASES: dict[str, _cases.Case] = {
     "layers": layers.layers,
     "links": links.links,
     "drop_in": drop_in.drop_in,
@@ -51,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="of the table: GPUs that reach each other's memory, or do not",
     )
-    parser.add_argument(
-        "--shrink", type=int, default=1, help="of the table: divides every size"
-    )
+    _cases.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -62,9 +59,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     Args:
       args: what `add_arguments` defines, and ``rounds``.
     """
+    _cases.check_arguments(args)
     rows: list[Row] = []
     if args.access != "none":
         rows += _run_here(args, has_peers=True)
+        if _cases.is_interrupted(rows):
+            return rows
     if args.access == "none" and _NO_PEERS.items() <= os.environ.items():
         rows += _run_here(args, has_peers=False)
     elif args.access != "peer":
@@ -74,19 +74,8 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def _run_here(args: argparse.Namespace, *, has_peers: bool) -> list[Row]:
     setup = Setup(jax.devices(), args.rounds, args.shrink, has_peers)
-    rows = []
-    for name in args.cases:
-        start = time.perf_counter()
-        try:
-            for row in CASES[name](setup):
-                rows.append(row)
-                _say(str(row))
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            _say(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
-            rows.append(Row.make(name, "failed", 0.0, required=">= 1"))
-        _say(f"  ({name}: {time.perf_counter() - start:.1f} s)")
-        jax.clear_caches()
-    return rows
+    cases = {name: CASES[name] for name in args.cases}
+    return _cases.run(cases, setup, limit_s=args.limit_s)
 
 
 def _run_without_peers(args: argparse.Namespace) -> list[Row]:
@@ -94,7 +83,9 @@ def _run_without_peers(args: argparse.Namespace) -> list[Row]:
         path = os.path.join(folder, "rows.json")
         command = [sys.executable, "-m", "jax_turbobus", "bench", "experts"]
         command += ["--access", "none", "--cases", *args.cases]
-        command += ["--rounds", str(args.rounds), "--shrink", str(args.shrink)]
+        for name in ("rounds", "shrink", "limit_s"):
+            option = f"--{name.replace('_', '-')}"
+            command += [option, str(getattr(args, name))]
         command += ["--json", path, "--no-check"]
         # This process holds most of the GPUs' memory.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | _NO_PEERS
@@ -103,8 +94,3 @@ def _run_without_peers(args: argparse.Namespace) -> list[Row]:
             return [Row.make("no peer access", "failed", 0.0, required=">= 1")]
         with open(path, encoding="utf-8") as file:
             return [Row(**row) for row in json.load(file)["rows"]]
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

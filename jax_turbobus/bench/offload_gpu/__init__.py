@@ -6,15 +6,11 @@ process, with every other GPU idle unless a case says otherwise.
 """
 
 import argparse
-import gc
-import sys
-import time
-from collections.abc import Callable, Iterator
 
 import jax
 
 from jax_turbobus import _ffi
-from jax_turbobus.bench import _options
+from jax_turbobus.bench import _cases, _options
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.offload_gpu import (
     allocators,
@@ -29,7 +25,7 @@ from jax_turbobus.bench.offload_gpu.donor import donor
 __all__ = ["CASES", "add_arguments", "run"]
 
 
-CASES: dict[str, Callable[[Setup], Iterator[Row]]] = {
+CASES: dict[str, _cases.Case] = {
     "one-way": transfers.one_way,
     "both-ways": transfers.both_ways,
     "two-gpus": transfers.two_gpus,
@@ -54,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--platform", default="cuda", help="cpu: only to try the programs themselves"
     )
-    parser.add_argument(
-        "--shrink", type=int, default=1, help="divides every size, for trying out"
-    )
-    parser.add_argument(
-        "--limit-s", type=int, default=0, help="start no case after so many seconds"
-    )
+    _cases.add_arguments(parser)
     parser.add_argument(
         "--least-mib", type=int, default=0, help="smallest transfer of one-way (0)"
     )
@@ -71,12 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns the rows of all cases that were asked for.
 
-    A case that fails is a row that says so; the others still run.
-
     Args:
       args: what `add_arguments` defines.
     """
-    _options.check_whole("--shrink", args.shrink, 1, 1 << 20)
+    _cases.check_arguments(args)
     _options.check_whole("--least-mib", args.least_mib, 0, 1 << 20)
     _options.check_whole("--most-mib", args.most_mib, 0, 1 << 20)
     _ffi.register()
@@ -87,42 +76,9 @@ def run(args: argparse.Namespace) -> list[Row]:
         args.least_mib * MIB,
         args.most_mib * MIB,
     )
-    rows: list[Row] = []
-    began = time.perf_counter()
-    for name, case in CASES.items():
-        if name not in args.only or name in args.skip:
-            continue
-        start = time.perf_counter()
-        if args.limit_s and start - began > args.limit_s:
-            _say(f"{name}: not measured: {args.limit_s} s are over")
-            continue
-        try:
-            for row in case(setup):
-                rows.append(row)
-                _say(_line(row))
-        except KeyboardInterrupt:
-            _say(f"{name}: interrupted; what was measured so far is kept")
-            rows.append(Row.make(name, "interrupted", 0.0, required=">= 1"))
-            break
-        except (OSError, RuntimeError, ValueError, TypeError, AssertionError) as error:
-            _say(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
-            rows.append(Row.make(name, "failed", 0.0, required=">= 1"))
-        _say(f"  ({name}: {time.perf_counter() - start:.1f} s)")
-        gc.collect()
-        jax.clear_caches()
-    return rows
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _line(row: Row) -> str:
-    peer = "" if row.peer is None else f" / {row.peer:.3f} ({row.peer_name})"
-    ratio = "" if row.ratio is None else f" = {row.ratio:.3f}"
-    verdict = {True: "ok", False: "NOT REACHED", None: ""}[row.ok]
-    return (
-        f"{row.case}, {row.metric}: {row.ours:.3f}{peer}{ratio} "
-        f"{row.required or ''} {verdict}"
-    )
+    chosen = {
+        name: case
+        for name, case in CASES.items()
+        if name in args.only and name not in args.skip
+    }
+    return _cases.run(chosen, setup, limit_s=args.limit_s)
