@@ -1,7 +1,8 @@
 """Where the measured speeds of this machine's links are kept.
 
 One JSON file a machine. A file that is older than the driver, that names other
-GPUs or that cannot be read is ignored, and why is said.
+GPUs or that cannot be read is ignored, and why is said. What it says of exchanges
+may be missing or damaged for itself: the rest is used all the same.
 """
 
 import dataclasses
@@ -11,6 +12,9 @@ import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+from jax_turbobus import _profile_exchange
+from jax_turbobus._profile_exchange import Exchange
 
 __all__ = ["VERSION", "PathRate", "Profile", "default_path", "load", "save"]
 
@@ -48,6 +52,8 @@ class Profile:
       paths: rates.
       groups: UUIDs of GPUs that share a link upstream, by group.
       sweep: rate of a direct lane by block size and yield, for a reader.
+      exchange: what was measured of exchanges between the GPUs; None: nothing.
+      why_no_exchange: why not, if so.
     """
 
     driver: str
@@ -58,6 +64,8 @@ class Profile:
     paths: tuple[PathRate, ...]
     groups: tuple[tuple[str, ...], ...]
     sweep: tuple[dict[str, Any], ...] = ()
+    exchange: Exchange | None = None
+    why_no_exchange: str = dataclasses.field(default="", compare=False)
 
     def rate(self, gpu: str, relay: str | None, direction: str) -> float | None:
         """Returns what a path carries in bytes per second; None: not measured."""
@@ -113,7 +121,8 @@ def load(
     except (OSError, UnicodeDecodeError) as error:
         return None, f"{path} cannot be read: {error}"
     try:
-        profile = _parse(json.loads(text))
+        data = json.loads(text)
+        profile = _parse(data)
     except (ValueError, TypeError, KeyError) as error:
         return None, f"{path} is no profile of version {VERSION}: {error!r}"
     if driver and profile.driver != driver:
@@ -121,7 +130,22 @@ def load(
     unknown = [uuid for uuid in gpus if uuid not in profile.gpus]
     if unknown:
         return None, f"{path} does not know GPU {', '.join(unknown)}"
-    return profile, ""
+    exchange, why = _exchange_of(data, path)
+    return dataclasses.replace(profile, exchange=exchange, why_no_exchange=why), ""
+
+
+def _exchange_of(
+    data: dict[str, Any], path: pathlib.Path
+) -> tuple[Exchange | None, str]:
+    again = "run `python -m jax_turbobus profile` again"
+    part = data.get("exchange")
+    if part is None:
+        why = data.get("why_no_exchange") or "it is older than such measurements"
+        return None, f"{path} says nothing of exchanges ({why}); {again}"
+    try:
+        return _profile_exchange.parse(part), ""
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
+        return None, f"{path}: its part on exchanges is damaged: {error!r}; {again}"
 
 
 def _parse(data: Any) -> Profile:

@@ -8,6 +8,8 @@ Environment: ``JAX_TURBOBUS_DISABLE=1`` (every transfer is one plain copy),
 ``JAX_TURBOBUS_POOLED=0`` (own links only), ``JAX_TURBOBUS_MODE=lock-step``,
 ``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_TRACE=1``, ``JAX_TURBOBUS_PROFILE``
 (a file), ``JAX_TURBOBUS_PEER_ACCESS=0`` (as if no GPU reached another's memory),
+``JAX_TURBOBUS_EXCHANGE_SLOTS`` and ``JAX_TURBOBUS_EXCHANGE_SLOT_BYTES`` (of the rings
+that experts' rows take through host memory, docs/gpu_exchange.md),
 ``JAX_TURBOBUS_LOCK_DIR`` (where lenders' locks and live counters are; default
 ``/tmp``), ``JAX_TURBOBUS_TOP=0`` (no live counters),
 ``JAX_TURBOBUS_TOPOLOGY`` (a file that names this machine's GPUs by UUID, instead of
@@ -33,6 +35,11 @@ _log = logging.getLogger("jax_turbobus")
 # that all links are taken to be equal.
 _DEFAULT_BYTES_PER_S = 25e9
 
+_SLOT_VARIABLES = (
+    "JAX_TURBOBUS_EXCHANGE_SLOTS",
+    "JAX_TURBOBUS_EXCHANGE_SLOT_BYTES",
+)
+
 _engine: "Engine | None" = None
 
 
@@ -42,11 +49,37 @@ class Engine:
     Attributes:
       library: the C++ library.
       remarks: sentences for a reader: why there is no profile, and the like.
+      profile: what was measured on this machine; None: nothing that can be used.
+      why_no_exchange: why exchanges have no measured figures; empty: they have.
     """
 
-    def __init__(self, library: ModuleType, remarks: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        library: ModuleType,
+        remarks: tuple[str, ...],
+        profile: _profile_file.Profile | None = None,
+        why_no_exchange: str = "it was started without a profile",
+    ) -> None:
         self.library = library
         self.remarks = remarks
+        self.profile = profile
+        self.why_no_exchange = why_no_exchange
+
+    def slots(self) -> tuple[int, int, str]:
+        """Returns how many slots a new ring has, their bytes, and who says so.
+
+        Raises:
+          ValueError: an environment variable says what cannot be.
+        """
+        num_slots, slot_bytes = self.library.exchange_slots()
+        named = [name for name in _SLOT_VARIABLES if name in os.environ]
+        sources = [" and ".join(named)] if named else []
+        if len(named) < len(_SLOT_VARIABLES):
+            if self.profile is not None and self.profile.exchange is not None:
+                sources.append(f"the profile of {self.profile.date}")
+            else:
+                sources.append(f"the default: {self.why_no_exchange}")
+        return num_slots, slot_bytes, "; ".join(sources)
 
     @property
     def is_traced(self) -> bool:
@@ -261,6 +294,9 @@ def start(library: ModuleType) -> None:
     )
     if reason:
         remarks.append(reason)
+    why_no_exchange = _use_exchange(library, profile, reason)
+    if profile is not None and why_no_exchange:
+        remarks.append(f"exchanges use defaults: {why_no_exchange}")
     settings = _settings(profile)
     if profile is not None and profile.yield_kind in ("word", "kernel"):
         library.set_yield_kind(profile.yield_kind)
@@ -273,7 +309,23 @@ def start(library: ModuleType) -> None:
         _log.warning("%s", message)
     for remark in remarks:
         _log.info("%s", remark)
-    _engine = Engine(library, tuple(remarks))
+    _engine = Engine(library, tuple(remarks), profile, why_no_exchange)
+
+
+def _use_exchange(
+    library: ModuleType, profile: _profile_file.Profile | None, reason: str
+) -> str:
+    """Gives rings the slots that were measured.
+
+    Returns:
+      Why it did not; empty: it did.
+    """
+    if profile is None:
+        return reason
+    if profile.exchange is None:
+        return profile.why_no_exchange
+    library.set_measured_slots(profile.exchange.num_slots, profile.exchange.slot_bytes)
+    return ""
 
 
 def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:

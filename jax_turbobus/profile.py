@@ -3,6 +3,7 @@
 What is measured, by the engine's own lanes on otherwise idle GPUs: each link
 alone and both directions together, each relay path, pairs of GPUs together (two
 that do not add up share a link upstream), and block sizes with each way to yield.
+Then exchanges between GPUs: slots, rates and starts (docs/gpu_exchange.md).
 """
 
 import datetime
@@ -12,10 +13,15 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_turbobus import _ffi, _profile_file, gpu
+import jax
+
+from jax_turbobus import _ffi, _measure_exchange, _profile_file, gpu
+from jax_turbobus._profile_exchange import Exchange, PairRate
 from jax_turbobus._profile_file import PathRate, Profile
 
 __all__ = [
+    "Exchange",
+    "PairRate",
     "Profile",
     "keep",
     "link_groups",
@@ -170,6 +176,7 @@ def measure(
         }
         for index in range(len(uuids))
     ]
+    exchange, why_no_exchange = _exchange(library, progress)
     return Profile(
         driver=_driver(),
         gpus=tuple(uuids),
@@ -179,7 +186,20 @@ def measure(
         paths=tuple(measured),
         groups=link_groups(uuids, alone, together),
         sweep=(*sweep, *both),
+        exchange=exchange,
+        why_no_exchange=why_no_exchange,
     )
+
+
+def _exchange(
+    library: Any, progress: Callable[[str], None]
+) -> tuple[Exchange | None, str]:
+    """Returns the figures of exchanges, or None and why there are none."""
+    devices = jax.local_devices(backend="cuda")
+    try:
+        return _measure_exchange.measure(library, devices, progress=progress), ""
+    except (RuntimeError, ValueError) as error:
+        return None, str(error)
 
 
 def _sweep(

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jax_turbobus._discovery.limits import HostLimits
 from jax_turbobus.topology import Discovery
 
-__all__ = ["Check", "gpu_checks", "host_checks"]
+__all__ = ["Check", "exchange_checks", "gpu_checks", "host_checks"]
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -105,6 +105,25 @@ def gpu_checks(
             "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: its memory cannot be handed to "
             "another process, so a node service is not used",
         )
+
+
+def exchange_checks(
+    slots: tuple[int, int, str], links: Any, why_no_links: str
+) -> Iterator[Check]:
+    """Yields which figures exchanges between GPUs go by.
+
+    Args:
+      slots: number, bytes and who says so, as `gpu.Engine.slots` returns them.
+      links: what was measured of this process's GPUs (`moe._measured`), or None.
+      why_no_links: why there are none, if so.
+    """
+    number, size, source = slots
+    text = f"exchange through host memory: {number} slots of {_size(size)} a pair"
+    yield Check("ok", f"{text} ({source})")
+    if links is not None:
+        yield Check("ok", f"schedules are chosen by {links.source}")
+    else:
+        yield Check("note", f"schedules are chosen by assumed rates: {why_no_links}")
 
 
 def _why_no_relay(found: Discovery, gpu: int) -> str:

@@ -15,10 +15,16 @@ import jaxlib
 import numpy as np
 
 import jax_turbobus
-from jax_turbobus import _environment, _ffi, config, moe
+from jax_turbobus import _environment, _ffi, config, gpu, moe
 from jax_turbobus._discovery.limits import read_limits
 from jax_turbobus._discovery.sysfs import Sysfs
-from jax_turbobus.commands._findings import Check, gpu_checks, host_checks
+from jax_turbobus.commands._findings import (
+    Check,
+    exchange_checks,
+    gpu_checks,
+    host_checks,
+)
+from jax_turbobus.moe import _measured
 from jax_turbobus.topology import discover
 
 __all__ = ["add_arguments", "run"]
@@ -43,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             _round_trip,
             _exchange,
             _gpus,
+            _exchange_figures,
             _host,
         )
         for check in _guarded(group)
@@ -207,6 +214,14 @@ def _gpus() -> Iterator[Check]:
         own_cpus=frozenset(os.sched_getaffinity(0)),
         environ=os.environ,
     )
+
+
+def _exchange_figures() -> Iterator[Check]:
+    """Yields which figures experts' exchanges go by."""
+    engine = gpu.engine()
+    if engine is not None:
+        links, why = _measured.of_this_process()
+        yield from exchange_checks(engine.slots(), links, why)
 
 
 def _host() -> Iterator[Check]:

@@ -64,3 +64,27 @@ def _show(found: profile.Profile) -> None:
             rate = row["h2d_and_d2h_bytes_per_s"] / 1e9
             print(f"  gpu{row['gpu']} both directions at once {rate:7.1f} GB/s")
     print(f"  blocks of {found.block_bytes >> 20} MiB, yield by {found.yield_kind}")
+    if found.exchange is None:
+        print(f"  exchanges were not measured: {found.why_no_exchange}")
+    else:
+        _show_exchange(found.exchange, number)
+
+
+def _show_exchange(exchange: profile.Exchange, number: dict[str, int]) -> None:
+    for row in exchange.sweep:
+        print(
+            f"  exchange by {row['num_slots']} slots of {row['slot_bytes'] / 2**20:g}"
+            f" MiB {row['bytes_per_s'] / 1e9:7.1f} GB/s each way"
+        )
+    names = {"peer": "into its memory", "host": "through host memory"}
+    for pair in exchange.pairs:
+        print(
+            f"  gpu{number[pair.source]} to gpu{number[pair.reader]}, all at once, "
+            f"{names[pair.path]} {pair.bytes_per_s / 1e9:7.1f} GB/s"
+        )
+    for name, seconds in exchange.starts.items():
+        print(f"  an exchange ({name}) takes {seconds * 1e6:.0f} us beside its bytes")
+    for remark in exchange.remarks:
+        print(f"  {remark}")
+    mib = exchange.slot_bytes / 2**20
+    print(f"  rings of {exchange.num_slots} slots of {mib:g} MiB")

@@ -1,14 +1,16 @@
 """Which schedule an exchange should take: a static choice, by modelled time."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
+from jax_turbobus.moe._measured import MeasuredLinks
 from jax_turbobus.moe._traffic import Traffic
 from jax_turbobus.moe._volume import TopologyLike, Volume, volume
 from jax_turbobus.moe._wiring import Wiring
+from jax_turbobus.topology import Topology
 
 __all__ = ["Choice", "Costs", "choose_schedule", "seconds_of"]
 
@@ -21,11 +23,18 @@ class Costs:
       link_bytes_per_s: of a link whose rate is unknown.
       memory_bytes_per_s: a rank's own memory, read and written.
       launch_s: a step that does nothing: a kernel, or a handler that meets its peers.
+      starts: by schedule, what dispatch and combine were measured to take beside their
+        bytes; used instead of steps.
     """
 
     link_bytes_per_s: float
     memory_bytes_per_s: float
     launch_s: float
+    starts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def start_seconds(self, traffic: Traffic) -> float:
+        """Returns what an exchange takes that moves nothing."""
+        return self.starts.get(traffic.name, traffic.num_launches * self.launch_s)
 
 
 # CPU devices exchange by copying in one memory, and a meeting wakes threads. For GPUs:
@@ -45,6 +54,7 @@ class Choice:
       refused: why the others cannot.
       volume: the bytes behind it.
       bottleneck: the link that is busy longest under `schedule`.
+      source: where rates and starts come from.
     """
 
     schedule: str
@@ -52,6 +62,7 @@ class Choice:
     refused: dict[str, str]
     volume: Volume = dataclasses.field(repr=False)
     bottleneck: str
+    source: str = "without a topology: all links alike, rates assumed"
 
     def __str__(self) -> str:
         return self.explain()
@@ -64,8 +75,7 @@ class Choice:
             lines.append(f"  {name:10} {seconds * 1e3:9.3f} ms  {mib:10.4g} MiB")
         lines.extend(f"  {name:10} no: {why}" for name, why in self.refused.items())
         lines.append(f"  busiest under {self.schedule}: {self.bottleneck}")
-        if not self.volume.wiring.is_machine:
-            lines.append("  without a topology: all links alike, rates assumed")
+        lines.append(f"  figures: {self.source}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,6 +85,7 @@ class Choice:
             "seconds": self.seconds,
             "refused": self.refused,
             "bottleneck": self.bottleneck,
+            "source": self.source,
         }
 
 
@@ -94,7 +105,7 @@ def seconds_of(traffic: Traffic, wiring: Wiring, costs: Costs) -> float:
     return (
         sum(map(phase, phases))
         + traffic.local_bytes / costs.memory_bytes_per_s
-        + traffic.num_launches * costs.launch_s
+        + costs.start_seconds(traffic)
     )
 
 
@@ -129,7 +140,8 @@ def choose_schedule(
       gpus: the topology's GPU under each rank; by default the first ones.
       schedules: those that may be taken.
       costs: what launches and own memory cost; by default those of a GPU if
-        `topology` is given, else those of CPU devices.
+        `topology` is given, with what was measured if it has that, else those of
+        CPU devices.
 
     Returns:
       A `Choice`; of schedules modelled equal, the one named first.
@@ -165,7 +177,7 @@ def choose_schedule(
     )
     wiring = result.wiring
     if costs is None:
-        costs = CPU_COSTS if topology is None else GPU_COSTS
+        costs = _costs_of(topology, result)
     refused = {
         name: why for name in schedules if (why := _why_not(name, wiring)) is not None
     }
@@ -179,7 +191,31 @@ def choose_schedule(
     best = min(seconds, key=lambda name: seconds[name])
     busy = wiring.link_seconds(wiring.loads(result[best]), costs.link_bytes_per_s)
     bottleneck = wiring.links[int(busy.argmax())].name
-    return Choice(best, seconds, refused, result, bottleneck)
+    source = _source_of(topology, costs, seconds)
+    return Choice(best, seconds, refused, result, bottleneck, source)
+
+
+def _costs_of(topology: TopologyLike | None, result: Volume) -> Costs:
+    if topology is None:
+        return CPU_COSTS
+    if not isinstance(topology, MeasuredLinks):
+        return GPU_COSTS
+    token_bytes = result.shape.tokens_per_rank * result.shape.row_bytes
+    return dataclasses.replace(GPU_COSTS, starts=topology.start_seconds(token_bytes))
+
+
+def _source_of(
+    topology: TopologyLike | None, costs: Costs, schedules: Iterable[str]
+) -> str:
+    if topology is None:
+        return "without a topology: all links alike, rates assumed"
+    if not isinstance(topology, MeasuredLinks):
+        if not isinstance(topology, Topology):
+            topology = Topology.load(topology)
+        return f"links of {topology.name!r}, steps assumed"
+    if all(name in costs.starts for name in schedules):
+        return f"links and starts by {topology.source}"
+    return f"links by {topology.source}, steps assumed"
 
 
 def _why_not(name: str, wiring: Wiring) -> str | None:

@@ -23,6 +23,7 @@ def dispatch(
     recv_capacity: int | None = None,
     expert_capacity: int | None = None,
     schedule: str = "auto",
+    explain: bool = False,
     valid: jax.Array | None = None,
 ) -> tuple[Any, jax.Array, DispatchState]:
     """Returns the rows that this rank's experts work on, their sizes, and a state.
@@ -52,6 +53,9 @@ def dispatch(
         matmul; each keeps its first rows. Static.
       schedule: how bytes travel, ``"auto"``, ``"packed"``, ``"broadcast"``,
         ``"direct"`` or ``"relay"``. Never changes a result. Static.
+      explain: print, when traced, which schedule was taken, the modelled times of
+        those there were, and where their figures come from. The log ``jax_turbobus``
+        (INFO) has it anyway.
       valid: ``bool[num_tokens]``; False masks all choices of a token.
 
     Returns:
@@ -79,6 +83,7 @@ def dispatch(
         "recv_capacity": recv_capacity,
         "expert_capacity": expert_capacity,
         "schedule": schedule,
+        "explain": explain,
     }
     if isinstance(tokens, tuple | dict):
         return _dispatch_tree(tokens, expert_ids, weights, valid, static)

@@ -26,6 +26,7 @@ def expert_parallel(
     recv_capacity: int | None = None,
     expert_capacity: int | None = None,
     schedule: str = "auto",
+    explain: bool = False,
     valid: jax.Array | None = None,
     with_overflow: bool = False,
 ) -> Any:
@@ -54,6 +55,7 @@ def expert_parallel(
       recv_capacity: rows that a rank can receive, of one chunk. Static.
       expert_capacity: rows of each local expert, of one chunk. Static.
       schedule: as for `dispatch`. Static.
+      explain: as for `dispatch`, of the first chunk.
       valid: ``bool[num_tokens]``.
       with_overflow: also return how many rows were wanted where some were dropped;
         each rank has its own number.
@@ -98,6 +100,7 @@ def expert_parallel(
             recv_capacity=recv_capacity,
             expert_capacity=expert_capacity,
             schedule=schedule,
+            explain=explain and i == 0,
         )
         for i in range(num_chunks)
     ]

@@ -1,6 +1,8 @@
 """The static half of an exchange, and the checks at trace time that lead to it."""
 
 import dataclasses
+import logging
+import sys
 from typing import Any
 
 import jax
@@ -8,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_turbobus import _compat
-from jax_turbobus.moe import _matching
+from jax_turbobus.moe import _matching, _measured
 from jax_turbobus.moe._arguments import MOST, check_array, check_integer
-from jax_turbobus.moe._choice import GPU_COSTS, choose_schedule
+from jax_turbobus.moe._choice import GPU_COSTS, Choice, choose_schedule
 from jax_turbobus.moe._matching import AxisName, Group
 
 __all__ = ["SCHEDULES", "Routing", "check_arrays", "routing_of"]
+
+_log = logging.getLogger("jax_turbobus")
 
 # In the order of `Schedule` in cc/moe/traffic.h.
 SCHEDULES = ("packed", "broadcast", "direct", "relay")
@@ -143,8 +147,11 @@ def routing_of(
     recv_capacity: int | None,
     expert_capacity: int | None,
     schedule: str,
+    explain: bool = False,
 ) -> Routing:
     """Returns the checked static half of a `dispatch`.
+
+    With `explain` it prints why the schedule is the one it is.
 
     Raises:
       TypeError: a size is not an integer.
@@ -193,16 +200,21 @@ def routing_of(
             f" {', '.join(map(repr, SCHEDULES))}, got {schedule!r}"
         )
     if schedule == "auto":
-        schedule = choose_schedule(
+        choice = _choice(
             tokens_per_rank=num_tokens,
             hidden=max(1, hidden),
             num_experts=num_experts,
             top_k=max(1, top_k),
             num_ranks=num_ranks,
             dtype=dtype,
-            schedules=_AUTOMATIC,
-            costs=GPU_COSTS if _compat.has_cuda_devices() else None,
-        ).schedule
+        )
+        schedule = choice.schedule
+        reasons = choice.explain()
+        _log.info("%s over axis %s: %s", op, group.label, reasons)
+    else:
+        reasons = f"schedule: {schedule}, as the call says"
+    if explain:
+        sys.stdout.write(f"{op} over axis {group.label}: {reasons}\n")
     return Routing(
         group=group,
         num_experts=num_experts,
@@ -210,6 +222,17 @@ def routing_of(
         expert_capacity=expert_capacity,
         schedule=schedule,
     )
+
+
+def _choice(**sizes: Any) -> Choice:
+    """Returns the choice of "auto", by what was measured of GPUs if anything was."""
+    if not _compat.has_cuda_devices():
+        return choose_schedule(**sizes, schedules=_AUTOMATIC)
+    links, why = _measured.of_this_process()
+    if links is not None:
+        return choose_schedule(**sizes, schedules=_AUTOMATIC, topology=links)
+    choice = choose_schedule(**sizes, schedules=_AUTOMATIC, costs=GPU_COSTS)
+    return dataclasses.replace(choice, source=f"all links alike, assumed: {why}")
 
 
 def _is_movable(dtype: Any) -> bool:

@@ -11,14 +11,15 @@ import numpy.typing as npt
 
 from jax_turbobus.moe import _traffic, _wiring
 from jax_turbobus.moe._arguments import check_number
+from jax_turbobus.moe._measured import MeasuredLinks
 from jax_turbobus.moe._traffic import Counts, ExchangeShape, Traffic
 from jax_turbobus.moe._wiring import Wiring
 from jax_turbobus.topology import Topology
 
 __all__ = ["TopologyLike", "Volume", "required_recv_capacity", "volume", "wiring_of"]
 
-# A machine, or what `Topology.load` makes one from.
-TopologyLike = Topology | str | os.PathLike[str]
+# A machine, what `Topology.load` makes one from, or what was measured of this one.
+TopologyLike = Topology | str | os.PathLike[str] | MeasuredLinks
 
 
 def required_recv_capacity(
@@ -260,6 +261,10 @@ def wiring_of(
       TypeError: `topology` is none, nor a name or path.
       ValueError: `gpus` and `topology` do not fit, or there is no topology.
     """
+    if isinstance(topology, MeasuredLinks):
+        if gpus is not None:
+            raise ValueError(f"gpus: expected None with measured links, got {gpus!r}")
+        return topology.wiring(num_ranks)
     if isinstance(topology, str | os.PathLike):
         topology = Topology.load(topology)
     if topology is not None and not isinstance(topology, Topology):

@@ -10,7 +10,7 @@ from jax_turbobus.moe._arguments import check_integer
 from jax_turbobus.moe._traffic import Matrix, Traffic
 from jax_turbobus.topology import PeerPath, Topology
 
-__all__ = ["Link", "Wiring", "from_topology", "ports"]
+__all__ = ["Link", "Wiring", "from_rates", "from_topology", "ports"]
 
 # Indices of links, in the order of crossing; a link crossed twice is there twice.
 Path = tuple[int, ...]
@@ -113,6 +113,47 @@ def ports(num_ranks: int, bandwidth_bytes_per_s: float | None = None) -> Wiring:
         for a in range(num_ranks)
     )
     return Wiring(links=(*out, *into), paths=paths, relay_paths=paths)
+
+
+def from_rates(rates: Matrix, *, has_peer_access: bool) -> Wiring:
+    """Returns a wiring by what was measured between ranks.
+
+    A rank has a link out and one in, as fast as its fastest pair, and each pair a link
+    of its own in between.
+
+    Args:
+      rates: ``float64[num_ranks, num_ranks]`` (from, to), bytes per second; the
+        diagonal does not count.
+      has_peer_access: all ranks can write into each other's memory; if not, they share
+        host memory.
+    """
+    num_ranks = len(rates)
+    ranks = range(num_ranks)
+    between = np.where(np.eye(num_ranks, dtype=bool), 0.0, rates)
+    best = between.max(initial=0.0)  # of ranks that have no other one
+    out = [Link(f"rank {r} out", float(between[r].max()) or best) for r in ranks]
+    into = [Link(f"rank {r} in", float(between[:, r].max()) or best) for r in ranks]
+    pairs = [
+        Link(f"rank {a} to rank {b}", float(between[a, b]) or None)
+        for a in ranks
+        for b in ranks
+    ]
+
+    def path(a: int, b: int) -> Path:
+        return (a, 2 * num_ranks + a * num_ranks + b, num_ranks + b)
+
+    paths = tuple(tuple(() if a == b else path(a, b) for b in ranks) for a in ranks)
+    return Wiring(
+        links=(*out, *into, *pairs),
+        paths=paths,
+        relay_paths=paths,
+        uploads=tuple((a,) for a in ranks),
+        downloads=tuple(
+            tuple(() if a == b else (num_ranks + b,) for b in ranks) for a in ranks
+        ),
+        has_peer_access=has_peer_access,
+        is_machine=True,
+    )
 
 
 def from_topology(
