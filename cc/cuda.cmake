@@ -72,6 +72,7 @@ file(GLOB cuda_sources CONFIGURE_DEPENDS
 list(FILTER cuda_sources EXCLUDE REGEX "_test\\.cc$")
 pybind11_add_module(_cuda ${cuda_sources}
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/offload_buffer.cc
+  ${CMAKE_CURRENT_SOURCE_DIR}/ffi/moe_checks.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/ffi/moe_decode.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/python/exchange_traffic.cc
   ${CMAKE_CURRENT_SOURCE_DIR}/python/raise.cc)

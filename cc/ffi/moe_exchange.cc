@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ffi/moe_call.h"
+#include "ffi/moe_checks.h"
 #include "ffi/moe_decode.h"
 #include "ffi/moe_operands.h"
 #include "ffi/moe_targets.h"
@@ -91,17 +92,6 @@ xla::ffi::Future Exchange(const Attributes& attributes, const AnyBuffer& keys,
   return Arrive(*meeting, std::move(member), &MakeFrom<Call, kMake>);
 }
 
-Status CheckPlan(const Sizes& sizes, const AnyBuffer& group_sizes,
-                 const AnyBuffer& wanted, const AnyBuffer& slots) {
-  for (const auto& [buffer, name] :
-       {std::pair{&group_sizes, "group_sizes"}, {&wanted, "wanted"}}) {
-    TB_RETURN_IF_ERROR(CheckShape(*buffer, name, sizes.LocalExperts()));
-    TB_RETURN_IF_ERROR(CheckType(*buffer, name, xla::ffi::S32));
-  }
-  TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-  return CheckType(slots, "slots", xla::ffi::S32);
-}
-
 xla::ffi::Future Dispatch(CpuExchange exchange, AnyBuffer keys, AnyBuffer rank,
                           AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
                           Result group_sizes, Result wanted, Result slots) {
@@ -186,14 +176,8 @@ xla::ffi::Future Sum(const Attributes& attributes, const AnyBuffer& keys,
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
                                                   sums, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(call.element, DecodeElement(rows));
-    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-    TB_RETURN_IF_ERROR(CheckType(slots, "slots", xla::ffi::S32));
-    if (weights != nullptr) {
-      TB_RETURN_IF_ERROR(CheckShape(*weights, "weights", sizes.Choices()));
-      TB_RETURN_IF_ERROR(
-          CheckType(*weights, "weights", WeightType(call.element)));
-      call.weights = weights->untyped_data();
-    }
+    TB_RETURN_IF_ERROR(CheckSum(sizes, call.element, slots, weights));
+    if (weights != nullptr) call.weights = weights->untyped_data();
     call.config = sizes.config;
     call.rows = rows.untyped_data();
     call.expert_ids = Ints(expert_ids);
@@ -234,18 +218,9 @@ xla::ffi::Future CombineGrad(CpuExchange exchange, AnyBuffer keys,
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, meeting.num_ranks,
                                                   sum_grads, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(call.element, DecodeElement(rows));
-    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-    TB_RETURN_IF_ERROR(CheckType(slots, "slots", xla::ffi::S32));
-    for (const auto& [buffer, name] :
-         {std::pair{&weights, "weights"}, {&*weight_grads, "weight_grads"}}) {
-      TB_RETURN_IF_ERROR(CheckShape(*buffer, name, sizes.Choices()));
-      TB_RETURN_IF_ERROR(CheckType(*buffer, name, WeightType(call.element)));
-    }
-    TB_RETURN_IF_ERROR(
-        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
-    TB_RETURN_IF_ERROR(CheckType(group_sizes, "group_sizes", xla::ffi::S32));
-    TB_RETURN_IF_ERROR(CheckShape(*row_grads, "row_grads", sizes.Rows()));
-    TB_RETURN_IF_ERROR(CheckType(*row_grads, "row_grads", rows.element_type()));
+    TB_RETURN_IF_ERROR(CheckCombineGrad(sizes, call.element, rows, slots,
+                                        weights, group_sizes, *row_grads,
+                                        *weight_grads));
     call.config = sizes.config;
     call.sum_grads = sum_grads.untyped_data();
     call.rows = rows.untyped_data();

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,58 +27,38 @@ using Result = xla::ffi::Result<AnyBuffer>;
 
 enum class Way { kInline, kStart };
 
-/// What a handler gets from XLA beside attributes and buffers.
-struct FromXla {
-  cudaStream_t stream = nullptr;
-  int32_t device = 0;
-  RunId run_id;
-  xla::ffi::ScratchAllocator* scratch = nullptr;
-};
-
-/// Runs an exchange on the program's stream.
-template <typename Exchange>
-Status RunInline(const FromXla& xla, Exchange exchange) {
-  return exchange(GpuContext{
-      .stream = xla.stream,
-      .device = xla.device,
-      .run_id = xla.run_id.run_id,
-      .allocate = [&](int64_t size_bytes) -> StatusOr<void*> {
-        const auto memory =
-            xla.scratch->Allocate(std::max<int64_t>(size_bytes, 1));
-        if (memory.has_value()) return *memory;
-        return ResourceExhausted("no " + std::to_string(size_bytes) +
-                                 " bytes of device memory for scratch");
-      }});
-}
-
 /// Runs an exchange beside the program; `results` are its own until they are
 /// finished.
 template <typename Exchange>
-Status RunBeside(const FromXla& xla, const std::vector<AnyBuffer>& results,
-                 Exchange exchange) {
+Status RunBeside(const GpuContext& program,
+                 const std::vector<AnyBuffer>& results, Exchange exchange) {
   std::vector<const void*> addresses;
   for (const AnyBuffer& result : results) {
     addresses.push_back(result.untyped_data());
   }
   return SideStreams::Process().Run(
-      {xla.device, xla.run_id.run_id, xla.stream}, addresses,
-      [&](SideStreams::Lane& lane) {
-        return exchange(GpuContext{.stream = lane.stream(),
-                                   .device = xla.device,
-                                   .run_id = xla.run_id.run_id,
-                                   .allocate = [&](int64_t size_bytes) {
-                                     return lane.Allocate(size_bytes);
-                                   }});
+      {program.device, program.run_id, program.stream}, addresses,
+      [&](const StatusOr<SideStreams::Lane*>& lane) {
+        // Without a lane there is no memory either, which an exchange tells the
+        // ranks that wait for it.
+        return exchange(
+            GpuContext{.stream = lane.ok() ? (*lane)->stream() : program.stream,
+                       .device = program.device,
+                       .run_id = program.run_id,
+                       .allocate = [&](int64_t size_bytes) -> StatusOr<void*> {
+                         if (!lane.ok()) return lane.status();
+                         return (*lane)->Allocate(size_bytes);
+                       }});
       });
 }
 
 template <Way kWay, typename Exchange>
-Error Run(const FromXla& xla, const std::vector<AnyBuffer>& results,
+Error Run(const GpuContext& program, const std::vector<AnyBuffer>& results,
           Exchange exchange) {
   if constexpr (kWay == Way::kInline) {
-    return ToError(RunInline(xla, exchange));
+    return ToError(exchange(program));
   } else {
-    return ToError(RunBeside(xla, results, exchange));
+    return ToError(RunBeside(program, results, exchange));
   }
 }
 
@@ -88,7 +67,7 @@ Error Dispatch(cudaStream_t stream, int32_t device, RunId run_id,
                xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
                AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
                Result group_sizes, Result wanted, Result slots) {
-  return Run<kWay>({stream, device, run_id, &scratch},
+  return Run<kWay>(OnStream(stream, device, run_id, scratch),
                    {*rows, *group_sizes, *wanted, *slots},
                    [&](const GpuContext& context) {
                      return DispatchOnGpu(context, exchange, tokens, expert_ids,
@@ -101,7 +80,7 @@ Error Combine(cudaStream_t stream, int32_t device, RunId run_id,
               xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
               AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
               AnyBuffer weights, Result sums) {
-  return Run<kWay>({stream, device, run_id, &scratch}, {*sums},
+  return Run<kWay>(OnStream(stream, device, run_id, scratch), {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
                                          slots, &weights, *sums);
@@ -113,7 +92,7 @@ Error DispatchGrad(cudaStream_t stream, int32_t device, RunId run_id,
                    xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
                    AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
                    Result sums) {
-  return Run<kWay>({stream, device, run_id, &scratch}, {*sums},
+  return Run<kWay>(OnStream(stream, device, run_id, scratch), {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
                                          slots, nullptr, *sums);
@@ -126,7 +105,7 @@ Error CombineGrad(cudaStream_t stream, int32_t device, RunId run_id,
                   AnyBuffer sum_grads, AnyBuffer rows, AnyBuffer expert_ids,
                   AnyBuffer slots, AnyBuffer weights, AnyBuffer group_sizes,
                   Result row_grads, Result weight_grads) {
-  return Run<kWay>({stream, device, run_id, &scratch},
+  return Run<kWay>(OnStream(stream, device, run_id, scratch),
                    {*row_grads, *weight_grads}, [&](const GpuContext& context) {
                      return CombineGradOnGpu(
                          context, exchange, sum_grads, rows, expert_ids, slots,

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/moe_checks.h"
+
 namespace turbobus::ffi {
 namespace {
 
@@ -62,13 +64,7 @@ T* Entry(const AnyBuffer& buffer, int64_t batch, int64_t num_batches) {
 /// that wait there.
 template <typename Run>
 Status ForBatches(Caller& caller, const StatusOr<int64_t>& decoded, Run run) {
-  if (!decoded.ok()) {
-    caller.meeting->Fail(
-        caller.key,
-        {.op = caller.op, .rank = caller.rank, .num_ranks = caller.num_ranks},
-        decoded.status());
-    return decoded.status().WithContext(caller.op);
-  }
+  if (!decoded.ok()) return TellOthers(caller, decoded.status());
   for (int64_t batch = 0; batch < *decoded; ++batch) {
     caller.batch = static_cast<int>(batch);
     if (batch > 0) {
@@ -81,6 +77,28 @@ Status ForBatches(Caller& caller, const StatusOr<int64_t>& decoded, Run run) {
 }
 
 }  // namespace
+
+GpuContext OnStream(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
+                    xla::ffi::ScratchAllocator& scratch) {
+  return {.stream = stream,
+          .device = device,
+          .run_id = run_id.run_id,
+          .allocate = [&scratch](int64_t size_bytes) -> StatusOr<void*> {
+            const auto memory =
+                scratch.Allocate(std::max<int64_t>(size_bytes, 1));
+            if (memory.has_value()) return *memory;
+            return ResourceExhausted("no " + std::to_string(size_bytes) +
+                                     " bytes of device memory for scratch");
+          }};
+}
+
+Status TellOthers(const Caller& caller, const Status& reason) {
+  caller.meeting->Fail(
+      caller.key,
+      {.op = caller.op, .rank = caller.rank, .num_ranks = caller.num_ranks},
+      reason);
+  return reason.WithContext(caller.op);
+}
 
 StatusOr<Caller> FindCaller(const GpuContext& context,
                             const GpuExchange& exchange,
@@ -143,10 +161,7 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
   const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   tokens, expert_ids, rows));
-    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-    TB_RETURN_IF_ERROR(
-        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
-    TB_RETURN_IF_ERROR(CheckShape(wanted, "wanted", sizes.LocalExperts()));
+    TB_RETURN_IF_ERROR(CheckPlan(sizes, group_sizes, wanted, slots));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     // With one choice a token has at most one row: nothing to expand.
     call.is_deduplicated = call.shape.top_k > 1;
@@ -178,11 +193,7 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sums, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
-    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-    if (weights != nullptr) {
-      TB_RETURN_IF_ERROR(CheckShape(*weights, "weights", sizes.Choices()));
-      TB_RETURN_IF_ERROR(CheckType(*weights, "weights", WeightType(element)));
-    }
+    TB_RETURN_IF_ERROR(CheckSum(sizes, element, slots, weights));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
     call.has_weights = weights != nullptr;
@@ -214,14 +225,8 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sum_grads, expert_ids, rows));
     TB_ASSIGN_OR_RETURN(const moe::Element element, DecodeElement(rows));
-    TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
-    TB_RETURN_IF_ERROR(CheckShape(weights, "weights", sizes.Choices()));
-    TB_RETURN_IF_ERROR(CheckType(weights, "weights", WeightType(element)));
-    TB_RETURN_IF_ERROR(
-        CheckShape(group_sizes, "group_sizes", sizes.LocalExperts()));
-    TB_RETURN_IF_ERROR(CheckShape(row_grads, "row_grads", sizes.Rows()));
-    TB_RETURN_IF_ERROR(
-        CheckShape(weight_grads, "weight_grads", sizes.Choices()));
+    TB_RETURN_IF_ERROR(CheckCombineGrad(sizes, element, rows, slots, weights,
+                                        group_sizes, row_grads, weight_grads));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
     TB_ASSIGN_OR_RETURN(call.scratch,

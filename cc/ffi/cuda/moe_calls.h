@@ -45,6 +45,15 @@ struct GpuContext {
   std::function<StatusOr<void*>(int64_t size_bytes)> allocate;
 };
 
+/// The program's own stream, and memory from XLA's pool: `scratch` must outlive
+/// the context.
+GpuContext OnStream(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
+                    xla::ffi::ScratchAllocator& scratch);
+
+/// Tells the ranks that wait for the caller why it cannot go on, and returns
+/// that with the name of the call.
+Status TellOthers(const moe::cuda::Caller& caller, const Status& reason);
+
 /// Who makes the call `op`, which counts as the next one of its run. Only
 /// `axis` and where the ranks are is read of `exchange`.
 StatusOr<moe::cuda::Caller> FindCaller(const GpuContext& context,

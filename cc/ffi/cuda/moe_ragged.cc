@@ -14,6 +14,29 @@
 // table, which peers read where it lies, and rows.
 
 namespace turbobus::ffi {
+
+/// The attributes of a ragged exchange on GPUs: as in `GpuExchange`.
+struct RaggedExchange {
+  std::string_view axis;
+  xla::ffi::Span<const int64_t> devices;
+  xla::ffi::Span<const int64_t> ranks;
+  xla::ffi::Span<const int64_t> groups;
+
+  GpuExchange Whole() const {
+    return {.axis = axis, .devices = devices, .ranks = ranks, .groups = groups};
+  }
+};
+
+}  // namespace turbobus::ffi
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    turbobus::ffi::RaggedExchange,
+    xla::ffi::StructMember<std::string_view>("axis"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("ranks"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));
+
+namespace turbobus::ffi {
 namespace {
 
 using moe::cuda::FromCuda;
@@ -23,26 +46,14 @@ using moe::cuda::DType;
 using moe::cuda::GpuRagged;
 using xla::ffi::Error;
 using Result = xla::ffi::Result<AnyBuffer>;
-using Ints64 = xla::ffi::Span<const int64_t>;
 
 constexpr std::string_view kOp = "ragged_all_to_all";
 
-/// What a handler gets from XLA beside buffers.
-struct Call {
-  cudaStream_t stream = nullptr;
-  int32_t device = 0;
-  int64_t run_id = 0;
-  xla::ffi::ScratchAllocator* scratch = nullptr;
-  GpuExchange exchange;
-
-  StatusOr<uint8_t*> Allocate(int64_t size_bytes) const {
-    if (size_bytes == 0) return nullptr;
-    const auto memory = scratch->Allocate(size_bytes);
-    if (memory.has_value()) return static_cast<uint8_t*>(*memory);
-    return ResourceExhausted("no " + std::to_string(size_bytes) +
-                             " bytes of device memory for scratch");
-  }
-};
+StatusOr<uint8_t*> Allocate(const GpuContext& context, int64_t size_bytes) {
+  if (size_bytes == 0) return nullptr;
+  TB_ASSIGN_OR_RETURN(void* const memory, context.allocate(size_bytes));
+  return static_cast<uint8_t*>(memory);
+}
 
 /// A buffer [batches, rows, ...].
 struct Rows {
@@ -117,7 +128,7 @@ Status DecodeSizes(const Caller& caller, const AnyBuffer& table,
 /// Prepares a forward call: afterwards the result holds `output` (null: zeros,
 /// which the kernel makes), and peers may write into it while the operand is
 /// read.
-Status PreparePush(const Call& from, const Caller& caller,
+Status PreparePush(const GpuContext& context, const Caller& caller,
                    const AnyBuffer& table, const AnyBuffer& operand,
                    const AnyBuffer* output, const AnyBuffer& result,
                    GpuRagged& call) {
@@ -129,10 +140,11 @@ Status PreparePush(const Call& from, const Caller& caller,
   if (call.source < call.result + out.size_bytes() &&
       call.result < call.source + in.size_bytes()) {
     // XLA has put the operand where the result goes.
-    TB_ASSIGN_OR_RETURN(uint8_t* const copy, from.Allocate(in.size_bytes()));
+    TB_ASSIGN_OR_RETURN(uint8_t* const copy,
+                        Allocate(context, in.size_bytes()));
     TB_RETURN_IF_ERROR(FromCuda(
         cudaMemcpyAsync(copy, call.source, static_cast<size_t>(in.size_bytes()),
-                        cudaMemcpyDeviceToDevice, from.stream),
+                        cudaMemcpyDeviceToDevice, context.stream),
         "copy of the operand"));
     call.source = copy;
   }
@@ -142,16 +154,16 @@ Status PreparePush(const Call& from, const Caller& caller,
     TB_RETURN_IF_ERROR(
         FromCuda(cudaMemcpyAsync(call.result, output->untyped_data(),
                                  static_cast<size_t>(out.size_bytes()),
-                                 cudaMemcpyDeviceToDevice, from.stream),
+                                 cudaMemcpyDeviceToDevice, context.stream),
                  "copy of the output"));
   }
   TB_ASSIGN_OR_RETURN(
       call.scratch,
-      from.Allocate(moe::cuda::RaggedPushScratchBytes(call.sizes)));
+      Allocate(context, moe::cuda::RaggedPushScratchBytes(call.sizes)));
   return OkStatus();
 }
 
-Status PrepareSum(const Call& from, const Caller& caller,
+Status PrepareSum(const GpuContext& context, const Caller& caller,
                   const AnyBuffer& table, const AnyBuffer& cotangent,
                   const AnyBuffer& result, GpuRagged& call) {
   TB_ASSIGN_OR_RETURN(const Rows out, DecodeRows(cotangent, "cotangent"));
@@ -162,130 +174,105 @@ Status PrepareSum(const Call& from, const Caller& caller,
   call.result = static_cast<uint8_t*>(result.untyped_data());
   TB_ASSIGN_OR_RETURN(
       call.scratch,
-      from.Allocate(moe::cuda::RaggedSumScratchBytes(call.sizes)));
+      Allocate(context, moe::cuda::RaggedSumScratchBytes(call.sizes)));
   return OkStatus();
 }
 
 /// Runs one direction: `prepare(caller, call)`, then `run(caller, call)`. What
 /// fails before the meeting is told to the ranks that wait there.
 template <typename Prepare>
-Status Run(const Call& from, Prepare prepare,
-           Status (*run)(const Caller&, const GpuRagged&)) {
-  const GpuContext context = {.stream = from.stream,
-                              .device = from.device,
-                              .run_id = from.run_id,
-                              .allocate = nullptr};  // Not needed here.
-  TB_ASSIGN_OR_RETURN(const Caller caller,
-                      FindCaller(context, from.exchange, kOp));
-  GpuRagged call;
-  if (const Status status = prepare(caller, call); !status.ok()) {
-    caller.meeting->Fail(
-        caller.key,
-        {.op = caller.op, .rank = caller.rank, .num_ranks = caller.num_ranks},
-        status);
-    return status.WithContext(caller.op);
-  }
-  const auto& sizes = call.sizes;
-  const int64_t num_results =
-      call.dtype == DType::kOther ? sizes.output_rows : sizes.operand_rows;
-  if (sizes.num_batches * num_results * sizes.row_bytes == 0) return OkStatus();
-  return run(caller, call);
+Error Run(const GpuContext& context, const RaggedExchange& exchange,
+          Prepare prepare, Status (*run)(const Caller&, const GpuRagged&)) {
+  const auto status = [&]() -> Status {
+    TB_ASSIGN_OR_RETURN(const Caller caller,
+                        FindCaller(context, exchange.Whole(), kOp));
+    GpuRagged call;
+    if (const Status status = prepare(caller, call); !status.ok()) {
+      return TellOthers(caller, status);
+    }
+    const auto& sizes = call.sizes;
+    const int64_t num_results =
+        call.dtype == DType::kOther ? sizes.output_rows : sizes.operand_rows;
+    if (sizes.num_batches * num_results * sizes.row_bytes == 0) {
+      return OkStatus();
+    }
+    return run(caller, call);
+  };
+  return ToError(status());
 }
 
 Error Forward(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
-              xla::ffi::ScratchAllocator scratch, AnyBuffer table,
-              AnyBuffer operand, AnyBuffer output, Result result,
-              std::string_view axis, Ints64 devices, Ints64 ranks,
-              Ints64 groups) {
-  const Call from = {
-      stream,
-      device,
-      run_id.run_id,
-      &scratch,
-      {.axis = axis, .devices = devices, .ranks = ranks, .groups = groups}};
-  return ToError(Run(
-      from,
+              xla::ffi::ScratchAllocator scratch, RaggedExchange exchange,
+              AnyBuffer table, AnyBuffer operand, AnyBuffer output,
+              Result result) {
+  const GpuContext context = OnStream(stream, device, run_id, scratch);
+  return Run(
+      context, exchange,
       [&](const Caller& caller, GpuRagged& call) {
-        return PreparePush(from, caller, table, operand, &output, *result,
+        return PreparePush(context, caller, table, operand, &output, *result,
                            call);
       },
-      moe::cuda::RunRaggedPush));
+      moe::cuda::RunRaggedPush);
 }
 
 Error ForwardOntoZeros(cudaStream_t stream, int32_t device,
                        xla::ffi::RunId run_id,
-                       xla::ffi::ScratchAllocator scratch, AnyBuffer table,
-                       AnyBuffer operand, Result result, std::string_view axis,
-                       Ints64 devices, Ints64 ranks, Ints64 groups) {
-  const Call from = {
-      stream,
-      device,
-      run_id.run_id,
-      &scratch,
-      {.axis = axis, .devices = devices, .ranks = ranks, .groups = groups}};
-  return ToError(Run(
-      from,
+                       xla::ffi::ScratchAllocator scratch,
+                       RaggedExchange exchange, AnyBuffer table,
+                       AnyBuffer operand, Result result) {
+  const GpuContext context = OnStream(stream, device, run_id, scratch);
+  return Run(
+      context, exchange,
       [&](const Caller& caller, GpuRagged& call) {
-        return PreparePush(from, caller, table, operand, nullptr, *result,
+        return PreparePush(context, caller, table, operand, nullptr, *result,
                            call);
       },
-      moe::cuda::RunRaggedPush));
+      moe::cuda::RunRaggedPush);
 }
 
 Error Transpose(cudaStream_t stream, int32_t device, xla::ffi::RunId run_id,
-                xla::ffi::ScratchAllocator scratch, AnyBuffer table,
-                AnyBuffer cotangent, Result result, std::string_view axis,
-                Ints64 devices, Ints64 ranks, Ints64 groups) {
-  const Call from = {
-      stream,
-      device,
-      run_id.run_id,
-      &scratch,
-      {.axis = axis, .devices = devices, .ranks = ranks, .groups = groups}};
-  return ToError(Run(
-      from,
+                xla::ffi::ScratchAllocator scratch, RaggedExchange exchange,
+                AnyBuffer table, AnyBuffer cotangent, Result result) {
+  const GpuContext context = OnStream(stream, device, run_id, scratch);
+  return Run(
+      context, exchange,
       [&](const Caller& caller, GpuRagged& call) {
-        return PrepareSum(from, caller, table, cotangent, *result, call);
+        return PrepareSum(context, caller, table, cotangent, *result, call);
       },
-      moe::cuda::RunRaggedSum));
+      moe::cuda::RunRaggedSum);
 }
 
-#define TB_RAGGED_CONTEXT                            \
-  xla::ffi::Ffi::Bind()                              \
-      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>() \
-      .Ctx<xla::ffi::DeviceOrdinal>()                \
-      .Ctx<xla::ffi::RunId>()                        \
+/// What every handler here begins with.
+auto Bind() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Ctx<xla::ffi::RunId>()
       .Ctx<xla::ffi::ScratchAllocator>()
-#define TB_RAGGED_ATTRIBUTES      \
-  .Attr<std::string_view>("axis") \
-      .Attr<Ints64>("devices")    \
-      .Attr<Ints64>("ranks")      \
-      .Attr<Ints64>("groups")
+      .Attrs<RaggedExchange>();
+}
 
 XLA_FFI_DEFINE_HANDLER(kForward, Forward,
-                       TB_RAGGED_CONTEXT
+                       Bind()
                            .Arg<AnyBuffer>()  // table
                            .Arg<AnyBuffer>()  // operand
                            .Arg<AnyBuffer>()  // output
                            .Ret<AnyBuffer>()  // result
-                       TB_RAGGED_ATTRIBUTES);
+);
 
 XLA_FFI_DEFINE_HANDLER(kForwardOntoZeros, ForwardOntoZeros,
-                       TB_RAGGED_CONTEXT
+                       Bind()
                            .Arg<AnyBuffer>()  // table
                            .Arg<AnyBuffer>()  // operand
                            .Ret<AnyBuffer>()  // result
-                       TB_RAGGED_ATTRIBUTES);
+);
 
 XLA_FFI_DEFINE_HANDLER(kTranspose, Transpose,
-                       TB_RAGGED_CONTEXT
+                       Bind()
                            .Arg<AnyBuffer>()  // table
                            .Arg<AnyBuffer>()  // cotangent
                            .Ret<AnyBuffer>()  // result
-                       TB_RAGGED_ATTRIBUTES);
-
-#undef TB_RAGGED_CONTEXT
-#undef TB_RAGGED_ATTRIBUTES
+);
 
 }  // namespace
 

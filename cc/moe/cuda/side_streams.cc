@@ -97,18 +97,34 @@ Status SideStreams::AwaitOthers(const Program& program) {
   return OkStatus();
 }
 
-Status SideStreams::Run(const Program& program,
-                        const std::vector<const void*>& results,
-                        const std::function<Status(Lane&)>& enqueue) {
+StatusOr<SideStreams::Start> SideStreams::Prepare(const Program& program) {
   TB_RETURN_IF_ERROR(AwaitOthers(program));
   EventPool& events = EventPool::Process();
   TB_ASSIGN_OR_RETURN(const SharedEvent begin,
                       events.Record(program.device, program.stream));
-  TB_ASSIGN_OR_RETURN(SharedEvent end, events.Take(program.device));
-  TB_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, TakeLane(program.device));
+  Start start;
+  TB_ASSIGN_OR_RETURN(start.end, events.Take(program.device));
+  TB_ASSIGN_OR_RETURN(start.lane, TakeLane(program.device));
+  if (const Status status = Wait(start.lane->stream(), begin); !status.ok()) {
+    const std::lock_guard lock(mutex_);
+    free_[program.device].push_back(std::move(start.lane));
+    return status;
+  }
+  return start;
+}
+
+Status SideStreams::Run(
+    const Program& program, const std::vector<const void*>& results,
+    const std::function<Status(const StatusOr<Lane*>&)>& enqueue) {
+  StatusOr<Start> start = Prepare(program);
+  if (!start.ok()) {
+    const Status told = enqueue(start.status());
+    return told.ok() ? start.status() : told;
+  }
+  std::unique_ptr<Lane> lane = std::move(start->lane);
+  SharedEvent end = std::move(start->end);
   // From here on nothing returns before the lane is back and its end recorded.
-  Status status = Wait(lane->stream(), begin);
-  if (status.ok()) status = enqueue(*lane);
+  Status status = enqueue(lane.get());
   const Status recorded =
       FromCuda(cudaEventRecord(end.get(), lane->stream()), "cudaEventRecord");
   if (status.ok()) status = recorded;

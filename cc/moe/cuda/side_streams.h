@@ -54,11 +54,12 @@ class SideStreams {
 
   static SideStreams& Process();
 
-  /// Enqueues an exchange by `enqueue`, which gets its lane. `results` tell it
-  /// from others until `Join`. If it fails, the program's stream waits for
-  /// whatever was enqueued.
+  /// Enqueues an exchange by `enqueue`, which gets its lane, or the reason why
+  /// there is none: it is called once in any case, since other ranks may wait
+  /// for what it says. `results` tell the exchange from others until `Join`. If
+  /// it fails, the program's stream waits for whatever was enqueued.
   Status Run(const Program& program, const std::vector<const void*>& results,
-             const std::function<Status(Lane&)>& enqueue);
+             const std::function<Status(const StatusOr<Lane*>&)>& enqueue);
 
   /// Makes the program's stream wait for the exchange that has these results.
   /// FAILED_PRECONDITION if there is none under way.
@@ -74,7 +75,15 @@ class SideStreams {
     bool is_awaited = false;
   };
 
+  /// An exchange that is about to be enqueued.
+  struct Start {
+    std::unique_ptr<Lane> lane;
+    SharedEvent end;
+  };
+
   StatusOr<std::unique_ptr<Lane>> TakeLane(int device);
+  /// A lane whose stream waits for the program's.
+  StatusOr<Start> Prepare(const Program& program);
   /// Makes `program`'s stream wait for what other programs left on its device.
   Status AwaitOthers(const Program& program);
 
