@@ -5,8 +5,6 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-constexpr int kPaddingBlocks = 32;
-
 /// Adds the weighted rows of `bits`' slots, in slot order, at one vector.
 template <typename Pack>
 __device__ void AddRows(const Shape& shape, const uint8_t* rows,

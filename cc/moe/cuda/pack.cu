@@ -3,9 +3,6 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-/// Blocks that only zero padding, beside those that copy.
-constexpr int kPaddingBlocks = 32;
-
 __device__ void CountBroadcast(const Shape& shape, const PackArgs& args) {
   const int peer = static_cast<int>(threadIdx.x);
   if (args.tally.bytes == nullptr || blockIdx.x != 0 ||

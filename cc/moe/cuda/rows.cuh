@@ -17,6 +17,9 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kThreads = 256;
 inline constexpr int kWarpsPerBlock = kThreads / kWarpSize;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
+/// Blocks that only zero a rank's padding, beside those of the same kernel that
+/// send, so that it costs no time of its own.
+inline constexpr int kPaddingBlocks = 32;
 
 __device__ inline int Lane() { return threadIdx.x % kWarpSize; }
 __device__ inline int WarpInBlock() { return threadIdx.x / kWarpSize; }

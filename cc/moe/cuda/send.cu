@@ -5,9 +5,6 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-/// Blocks of the send kernels that only zero this rank's padding, beside those
-/// that send, so that it costs no time of its own.
-constexpr int kPaddingBlocks = 32;
 constexpr int kMaxSlotsPerBlock = 256;
 
 /// By expert: how many of its rows come from ranks before this one (`before`),

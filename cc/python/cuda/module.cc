@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -20,6 +19,7 @@
 #include "moe/cuda/ring_timing.h"
 #include "moe/cuda/wiring.h"
 #include "python/bindings.h"
+#include "python/cuda/settings.h"
 #include "transport/cuda/cuda_streams.h"
 #include "transport/cuda/device_guard.h"
 
@@ -36,9 +36,6 @@ using transport::cuda::YieldKind;
 
 /// (gpu, relay or None, "h2d" or "d2h", bytes per second)
 using PathTuple = std::tuple<int, std::optional<int>, std::string, double>;
-
-/// As in engine::RelayStreams.
-constexpr const char* kRelayStreams[] = {"leg", "slot", "loose-slot"};
 
 const char* DirectionName(topo::Direction direction) {
   return direction == topo::Direction::kH2d ? "h2d" : "d2h";
@@ -73,60 +70,6 @@ CudaStreams& Cuda() {
 
 StreamEngine& Engine() { return *ValueOrRaise(ffi::ProcessStreamEngine()); }
 
-template <typename T>
-void Read(const py::dict& values, const char* name, T& into) {
-  if (values.contains(name)) into = values[name].cast<T>();
-}
-
-StreamSettings ToSettings(StreamSettings settings, const py::dict& values) {
-  static constexpr const char* kNames[] = {
-      "block_bytes",       "min_pooled_bytes", "split",
-      "is_lock_step",      "has_yields",       "late_factor",
-      "direct_latency_ns", "relay_latency_ns", "is_disabled",
-      "is_traced",         "relay_streams"};
-  for (const auto& [key, value] : values) {
-    const auto name = key.cast<std::string>();
-    if (std::ranges::find(kNames, name) == std::end(kNames)) {
-      throw py::value_error("no setting is called '" + name + "'");
-    }
-  }
-  Read(values, "block_bytes", settings.block_bytes);
-  Read(values, "min_pooled_bytes", settings.min_pooled_bytes);
-  Read(values, "is_lock_step", settings.is_lock_step);
-  Read(values, "has_yields", settings.has_yields);
-  Read(values, "late_factor", settings.late_factor);
-  Read(values, "direct_latency_ns", settings.direct_latency_ns);
-  Read(values, "relay_latency_ns", settings.relay_latency_ns);
-  Read(values, "is_disabled", settings.is_disabled);
-  Read(values, "is_traced", settings.is_traced);
-  std::string relay_streams;
-  Read(values, "relay_streams", relay_streams);
-  if (!relay_streams.empty()) {
-    const auto* const found = std::ranges::find(kRelayStreams, relay_streams);
-    if (found == std::end(kRelayStreams)) {
-      throw py::value_error(
-          "relay_streams: expected 'leg', 'slot' or 'loose-slot', got '" +
-          relay_streams + "'");
-    }
-    settings.relay_streams =
-        static_cast<engine::RelayStreams>(found - std::begin(kRelayStreams));
-  }
-  std::string split;
-  Read(values, "split", split);
-  if (split == "finish-time") {
-    settings.split = engine::SplitPolicy::kFinishTime;
-  } else if (split == "even") {
-    settings.split = engine::SplitPolicy::kEven;
-  } else if (split == "direct") {
-    settings.split = engine::SplitPolicy::kDirect;
-  } else if (!split.empty()) {
-    throw py::value_error(
-        "split: expected 'finish-time', 'even' or 'direct', got '" + split +
-        "'");
-  }
-  return settings;
-}
-
 py::list Gpus() {
   py::list gpus;
   for (const transport::cuda::GpuInfo& gpu : Cuda().gpus()) {
@@ -152,7 +95,7 @@ void Start(const std::vector<PathTuple>& tuples, const py::dict& settings) {
     RaiseIfError(Status(StatusCode::kAlreadyExists,
                         "the engine of the GPUs has been started already"));
   }
-  const StreamSettings parsed = ToSettings(StreamSettings{}, settings);
+  const StreamSettings parsed = Changed(StreamSettings{}, settings);
   Status status;
   {
     const py::gil_scoped_release release;
@@ -386,26 +329,10 @@ PYBIND11_MODULE(_cuda, module) {
       "set_settings",
       [](const py::dict& values) {
         RaiseIfError(
-            Engine().SetSettings(ToSettings(Engine().settings(), values)));
+            Engine().SetSettings(Changed(Engine().settings(), values)));
       },
       "settings"_a);
-  module.def("settings", [] {
-    const StreamSettings settings = Engine().settings();
-    static constexpr const char* kSplits[] = {"finish-time", "even", "direct"};
-    return py::dict(
-        "block_bytes"_a = settings.block_bytes,
-        "min_pooled_bytes"_a = settings.min_pooled_bytes,
-        "split"_a = kSplits[static_cast<int>(settings.split)],
-        "is_lock_step"_a = settings.is_lock_step,
-        "has_yields"_a = settings.has_yields,
-        "late_factor"_a = settings.late_factor,
-        "direct_latency_ns"_a = settings.direct_latency_ns,
-        "relay_latency_ns"_a = settings.relay_latency_ns,
-        "is_disabled"_a = settings.is_disabled,
-        "is_traced"_a = settings.is_traced,
-        "relay_streams"_a =
-            kRelayStreams[static_cast<int>(settings.relay_streams)]);
-  });
+  module.def("settings", [] { return ToDict(Engine().settings()); });
   module.def(
       "set_rates",
       [](const std::vector<double>& rates) {
