@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _collectives, _devices, _in_flight
+from jax_turbobus.moe import _collectives, _devices, _in_flight, _origins
 
 __all__ = [
     "KEY_SIZE",
@@ -92,7 +92,8 @@ def exchange_primitive(
     primitive = _new_primitive(name, out_avals)
     mlir.register_lowering(primitive, lower_anywhere)
     mlir.register_lowering(primitive, lower, platform="cpu")
-    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
+    # Not cacheable: JAX lowers what is alike once, where operands have no origin.
+    mlir.register_lowering(primitive, lower_gpu, platform="cuda", cacheable=False)
     return primitive
 
 
@@ -138,7 +139,8 @@ def start_primitive(
     # which nobody could keep for the finish.
     primitive = _new_primitive(name, out_avals, batched=bind_whole)
     mlir.register_lowering(primitive, lower_whole)
-    mlir.register_lowering(primitive, lower_gpu, platform="cuda")
+    # Not cacheable: JAX lowers what is alike once, where operands have no origin.
+    mlir.register_lowering(primitive, lower_gpu, platform="cuda", cacheable=False)
     return primitive
 
 
@@ -248,6 +250,7 @@ def _lower_data_to_target(
     start reads arrays that nobody keeps until the exchange is finished.
     """
     params = params | _devices.ranks_of(ctx, params["axes"])
+    params["is_counted"] = _origins.is_counted(name, operands[NUM_MEETING_OPERANDS:])
     data = _in_flight.barrier(operands[NUM_MEETING_OPERANDS:])
     ctx = ctx.replace(avals_in=ctx.avals_in[NUM_MEETING_OPERANDS:])
     results = lower_to_target(name, ctx, data, params, not_attributes)

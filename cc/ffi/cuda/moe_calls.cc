@@ -196,6 +196,7 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
     TB_RETURN_IF_ERROR(CheckSum(sizes, element, slots, weights));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
+    call.is_counted = exchange.is_counted;
     call.has_weights = weights != nullptr;
     TB_ASSIGN_OR_RETURN(call.scratch,
                         context.allocate(ScratchBytes(caller, call)));
@@ -229,6 +230,7 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
                                         group_sizes, row_grads, weight_grads));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
+    call.is_counted = exchange.is_counted;
     TB_ASSIGN_OR_RETURN(call.scratch,
                         context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;

@@ -25,6 +25,9 @@ struct GpuExchange {
   int64_t num_experts = 0;
   int64_t expert_capacity = 0;
   int64_t schedule = 0;
+  /// Whether the slots that it reads are known to be those that a dispatch of
+  /// the same run by the same ids returned, as the program was written.
+  bool is_counted = false;
   // Where the ranks are: one entry a device of the program. Those that exchange
   // with each other share a number in `groups`.
   xla::ffi::Span<const int64_t> devices;  // CUDA ordinals.
@@ -89,6 +92,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("num_experts"),
     xla::ffi::StructMember<int64_t>("expert_capacity"),
     xla::ffi::StructMember<int64_t>("schedule"),
+    xla::ffi::StructMember<bool>("is_counted"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("ranks"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "base/status.h"
@@ -29,6 +30,8 @@ struct Caller {
   cudaStream_t stream = nullptr;
   BlockingMeeting* meeting = nullptr;
   Wiring wiring;
+  /// For measurements: called behind each step of the host's, if it is there.
+  std::function<void(const char* step)> on_step = nullptr;
 };
 
 struct GpuDispatch {
@@ -45,6 +48,9 @@ struct GpuDispatch {
 
 struct GpuCombine {
   Shape shape;
+  /// Whether `slots` are known to be what a dispatch of this run by the same
+  /// ids returned: then the host need not wait until the GPU has counted rows.
+  bool is_counted = false;
   DType dtype = DType::kF32;
   const uint8_t* rows = nullptr;
   const int32_t* expert_ids = nullptr;
@@ -57,6 +63,7 @@ struct GpuCombine {
 
 struct GpuCombineGrad {
   Shape shape;
+  bool is_counted = false;  // As in `GpuCombine`.
   DType dtype = DType::kF32;
   const uint8_t* sum_grads = nullptr;
   const uint8_t* rows = nullptr;

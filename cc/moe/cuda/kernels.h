@@ -145,6 +145,16 @@ struct WordCopies {
 
 cudaError_t LaunchWordCopies(const WordCopies& copies, cudaStream_t stream);
 
+/// What a kernel found, in pinned memory: the host was told of another number
+/// of rows than there are.
+struct TotalFault {
+  enum State : int32_t { kNone, kClaimed, kReported };
+  int32_t state = kNone;
+  int32_t peer = 0;
+  int32_t told = 0;
+  int32_t found = 0;
+};
+
 struct NumberArgs {
   // Each rank's tables, of which the tokens' ranks' are read.
   Peers<const int32_t> expert_ids;
@@ -155,6 +165,10 @@ struct NumberArgs {
   int32_t* index;         // s32[num_ranks, num_tokens]: see `Boxes`.
   int32_t* block_counts;  // Scratch, NumberScratchBytes(shape).
   int32_t* totals;        // s32[num_ranks]
+  /// Totals that the host goes by. One that is not so is told of in `fault`,
+  /// unless that is null.
+  int32_t told[kMaxRanks] = {};
+  TotalFault* fault = nullptr;
 };
 
 int64_t NumberScratchBytes(const Shape& shape);

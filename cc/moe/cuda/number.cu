@@ -53,6 +53,19 @@ __device__ int BlockSum(int value) {
   return sum;
 }
 
+/// Tells the host of a total that it has wrong, unless one is still unread.
+__device__ void Report(TotalFault* fault, int peer, int told, int found) {
+  if (atomicCAS(&fault->state, TotalFault::kNone, TotalFault::kClaimed) !=
+      TotalFault::kNone) {
+    return;
+  }
+  fault->peer = peer;
+  fault->told = told;
+  fault->found = found;
+  __threadfence_system();
+  *static_cast<volatile int32_t*>(&fault->state) = TotalFault::kReported;
+}
+
 __global__ void __launch_bounds__(kThreads)
     Number(const __grid_constant__ Shape shape,
            const __grid_constant__ NumberArgs args) {
@@ -85,7 +98,12 @@ __global__ void __launch_bounds__(kThreads)
     total += args.block_counts[block + b];
   }
   total = BlockSum(total);
-  if (threadIdx.x == 0) args.totals[blockIdx.y] = total;
+  if (threadIdx.x != 0) return;
+  args.totals[blockIdx.y] = total;
+  const int told = args.told[blockIdx.y];
+  if (args.fault != nullptr && total != told) {
+    Report(args.fault, static_cast<int>(blockIdx.y), told, total);
+  }
 }
 
 int NumNumberBlocks(const Shape& shape) {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "moe/cuda/known_totals.h"
+#include "moe/cuda/total_faults.h"
+
 namespace turbobus::moe::cuda {
 namespace {
 
@@ -61,7 +64,8 @@ Boxes PackedCall::Numbered(uint8_t* rows, const int32_t* index) const {
   return {.of = SameForAll(rows), .index = index};
 }
 
-Status PackedCall::TakeMail() {
+Status PackedCall::Begin() {
+  TB_RETURN_IF_ERROR(visit_.Check(TotalFaults::Process().Take(caller_.device)));
   auto mail = MailPool::Process().Take(layout_.mail_bytes, caller_.stream);
   if (!mail.ok()) return visit_.Check(mail.status());
   mail_ = *std::move(mail);
@@ -103,12 +107,34 @@ Status PackedCall::ReadTables() {
   return OkStatus();
 }
 
-Status PackedCall::SwapTotals(const SharedEvent& counted, const void* address) {
-  TB_RETURN_IF_ERROR(visit_.AwaitOnHost(counted));
+void PackedCall::Recall(const int32_t* slots) {
+  const auto record =
+      KnownTotals::Process().Find({caller_.device, caller_.key.run_id, slots},
+                                  shape_, caller_.wiring.devices);
+  if (!record.has_value()) return;
+  totals_ = record->totals;
+}
+
+void PackedCall::Remember(const int32_t* slots) {
+  KnownTotals::Process().Put(
+      {caller_.device, caller_.key.run_id, slots},
+      {.shape = shape_, .devices = caller_.wiring.devices, .totals = totals_});
+}
+
+Status PackedCall::SwapTotals(const void* address) {
+  if (totals_ == nullptr) {
+    TB_RETURN_IF_ERROR(visit_.AwaitOnHost(counted_));
+    const auto* const mailed =
+        reinterpret_cast<const int32_t*>(mail_->data() + layout_.totals);
+    // A copy: the mail is soon another call's.
+    auto totals = std::make_shared<std::vector<int32_t>>(
+        mailed, mailed + shape_.num_ranks);
+    totals_ = {totals, totals->data()};
+  }
   std::vector<uint64_t> values = {reinterpret_cast<uint64_t>(address)};
-  const auto* totals =
-      reinterpret_cast<const int32_t*>(mail_->data() + layout_.totals);
-  for (int r = 0; r < shape_.num_ranks; ++r) values.push_back(totals[r]);
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    values.push_back(totals_.get()[r]);
+  }
   return visit_.MeetWith(std::move(values), nullptr);
 }
 
@@ -151,6 +177,7 @@ Status PackedCall::PullRows(bool is_forward) {
       std::clamp<int64_t>(most / kLeastPartBytes, 1, kMostParts));
   for (Transfer& transfer : transfers_) transfer.num_parts = num_parts_;
   const Status status = Enqueue(transfers_);
+  visit_.Step("rings");
   if (status.ok()) return OkStatus();
   (void)AwaitReceived();
   return visit_.Check(status);
@@ -248,7 +275,7 @@ Status PackedCall::EndTransfers() {
 }
 
 Status PackedCall::NumberTokens(bool is_outgoing) {
-  const NumberArgs args = {
+  NumberArgs args = {
       .expert_ids = Tables(layout_.ids, own_.expert_ids),
       .positions = Tables(layout_.positions, own_.positions),
       .is_outgoing = is_outgoing,
@@ -259,7 +286,15 @@ Status PackedCall::NumberTokens(bool is_outgoing) {
                     ? reinterpret_cast<int32_t*>(mail_->data() + layout_.totals)
                     : scratch_.peer_totals,
   };
-  return Check(LaunchNumber(shape_, args, caller_.stream), "number kernel");
+  if (is_outgoing && totals_ != nullptr) {
+    std::copy_n(totals_.get(), shape_.num_ranks, args.told);
+    args.fault = TotalFaults::Process().Of(caller_.device);
+  }
+  TB_RETURN_IF_ERROR(
+      Check(LaunchNumber(shape_, args, caller_.stream), "number kernel"));
+  if (!is_outgoing || totals_ != nullptr) return OkStatus();
+  TB_ASSIGN_OR_RETURN(counted_, visit_.Mark());
+  return OkStatus();
 }
 
 }  // namespace turbobus::moe::cuda

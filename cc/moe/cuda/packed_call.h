@@ -42,17 +42,24 @@ class PackedCall {
   Status CombineGrad(const GpuCombineGrad& call);
 
  private:
-  Status TakeMail();
+  /// Takes mail, unless an earlier call turns out to have gone wrong.
+  Status Begin();
   /// Meets; then every rank's mail is known and holds what was enqueued before.
   Status SwapMail();
   /// Copies this rank's tables into its mail.
   Status PostTables();
   /// Makes the peers' tables readable: in mail, or on the device.
   Status ReadTables();
+  /// Takes this rank's totals from the plan that wrote `slots`, if they are
+  /// remembered.
+  void Recall(const int32_t* slots);
+  /// Lets later calls by `slots` recall them.
+  void Remember(const int32_t* slots);
   /// Numbers this rank's tokens for the peers, or theirs for it.
   Status NumberTokens(bool is_outgoing);
-  /// Meets where the host knows how many of this rank's rows there are.
-  Status SwapTotals(const SharedEvent& counted, const void* address);
+  /// Meets when the host knows how many of this rank's rows there are: it does,
+  /// or waits until the GPU has numbered them.
+  Status SwapTotals(const void* address);
 
   /// The host's part of a ring transfer: from each peer's packed rows into this
   /// rank's. `is_forward`: rows of the peers' tokens; else of this rank's.
@@ -119,6 +126,9 @@ class PackedCall {
     const int32_t* positions = nullptr;
     const void* weights = nullptr;
   } own_;  // This rank's tables.
+  /// The host's totals: null until it has some.
+  std::shared_ptr<const int32_t> totals_;
+  SharedEvent counted_;  // After it they are in mail.
   std::shared_ptr<Mail> mail_;
   std::vector<Mail*> mails_;  // By rank; `visit_` keeps them.
   std::vector<Transfer> transfers_;

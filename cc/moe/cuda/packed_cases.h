@@ -292,9 +292,11 @@ inline GpuCombineGrad CombineGradOf(const Case& one, int rank,
 
 /// One exchange of each kind, one after the other: dispatch, combine,
 /// dispatch's gradient, combine's gradient (rows that cannot be added up:
-/// dispatch alone). Returns what each rank said to each.
+/// dispatch alone). Returns what each rank said to each. `is_counted`: those
+/// after the dispatch are told that they follow it.
 inline std::vector<Status> RunExchanges(const Case& one, Ranks& ranks,
-                                        std::vector<RankMemory>& memory) {
+                                        std::vector<RankMemory>& memory,
+                                        bool is_counted = false) {
   std::vector<Status> said;
   const auto run = [&](auto make, auto exchange) {
     for (const Status& status : ranks.Call([&](const Caller& caller) {
@@ -310,11 +312,20 @@ inline std::vector<Status> RunExchanges(const Case& one, Ranks& ranks,
       &RunDispatch);
   if (one.dtype == DType::kOther) return said;
   for (const bool has_weights : {true, false}) {
-    run([&](int rank,
-            auto& own) { return CombineOf(one, rank, own, has_weights); },
+    run(
+        [&](int rank, auto& own) {
+          GpuCombine call = CombineOf(one, rank, own, has_weights);
+          call.is_counted = is_counted;
+          return call;
+        },
         &RunCombine);
   }
-  run([&](int rank, auto& own) { return CombineGradOf(one, rank, own); },
+  run(
+      [&](int rank, auto& own) {
+        GpuCombineGrad call = CombineGradOf(one, rank, own);
+        call.is_counted = is_counted;
+        return call;
+      },
       &RunCombineGrad);
   return said;
 }

@@ -10,7 +10,7 @@ namespace turbobus::moe::cuda {
 
 Status PackedCall::Dispatch(const GpuDispatch& call) {
   own_ = {call.expert_ids, call.slots, nullptr};
-  TB_RETURN_IF_ERROR(TakeMail());
+  TB_RETURN_IF_ERROR(Begin());
   uint8_t* const mail = mail_->data();
   TB_RETURN_IF_ERROR(
       Check(LaunchPlan(shape_, call.expert_ids,
@@ -100,10 +100,10 @@ Status PackedCall::BroadcastDispatch(const GpuDispatch& call) {
 
 Status PackedCall::RingDispatch(const GpuDispatch& call) {
   TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/true));
-  TB_ASSIGN_OR_RETURN(const SharedEvent counted, visit_.Mark());
   TB_RETURN_IF_ERROR(
       Pack(call, Numbered(scratch_.outbox, scratch_.own_index), true, false));
-  TB_RETURN_IF_ERROR(SwapTotals(counted, scratch_.outbox));
+  TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
+  Remember(call.slots);
   TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/true));
   TB_RETURN_IF_ERROR(ReadTables());
   TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/false));
@@ -116,12 +116,11 @@ Status PackedCall::RingDispatch(const GpuDispatch& call) {
 
 Status PackedCall::Combine(const GpuCombine& call) {
   own_ = {call.expert_ids, call.slots, call.weights};
-  TB_RETURN_IF_ERROR(TakeMail());
+  TB_RETURN_IF_ERROR(Begin());
   TB_RETURN_IF_ERROR(PostTables());
-  SharedEvent counted;
   if (!layout_.is_mailed) {
+    if (call.is_counted) Recall(call.slots);
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/true));
-    TB_ASSIGN_OR_RETURN(counted, visit_.Mark());
   }
   TB_RETURN_IF_ERROR(SwapMail());
   TB_RETURN_IF_ERROR(ReadTables());
@@ -154,7 +153,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
   if (layout_.is_mailed) {
     TB_RETURN_IF_ERROR(visit_.Meet());
   } else {
-    TB_RETURN_IF_ERROR(SwapTotals(counted, scratch_.outbox));
+    TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
     TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/false));
     TB_RETURN_IF_ERROR(AwaitReceived());
   }
@@ -165,7 +164,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
 
 Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
   own_ = {call.expert_ids, call.slots, call.weights};
-  TB_RETURN_IF_ERROR(TakeMail());
+  TB_RETURN_IF_ERROR(Begin());
   TB_RETURN_IF_ERROR(PostTables());
   CombineGradArgs args = {
       .expert_ids = {},
@@ -198,11 +197,11 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
     TB_RETURN_IF_ERROR(SwapMail());
     args.inbox = {.of = InAll<uint8_t>(layout_.rows)};
   } else {
+    if (call.is_counted) Recall(call.slots);
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/true));
-    TB_ASSIGN_OR_RETURN(const SharedEvent counted, visit_.Mark());
     TB_RETURN_IF_ERROR(send(true, false));
     TB_RETURN_IF_ERROR(SwapMail());
-    TB_RETURN_IF_ERROR(SwapTotals(counted, scratch_.outbox));
+    TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
     TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/true));
     TB_RETURN_IF_ERROR(ReadTables());
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/false));

@@ -17,6 +17,7 @@
 #include "moe/cuda/exchange_ranks.h"
 #include "moe/cuda/mail.h"
 #include "moe/cuda/packed_cases.h"
+#include "moe/cuda/packed_runs.h"
 #include "moe/cuda/ring.h"
 #include "moe/plan.h"
 
@@ -30,6 +31,8 @@ using testing::CombineOf;
 using testing::DeviceBytes;
 using testing::DispatchOf;
 using testing::Elements;
+using testing::ExpectOk;
+using testing::ExpectSame;
 using testing::How;
 using testing::HowName;
 using testing::IdsOf;
@@ -38,7 +41,8 @@ using testing::MemoryOf;
 using testing::OnRanks;
 using testing::RankMemory;
 using testing::Ranks;
-using testing::RunExchanges;
+using testing::Results;
+using testing::RunAll;
 using testing::ScratchFor;
 using testing::WiringOf;
 
@@ -49,57 +53,12 @@ using testing::WiringOf;
 [[maybe_unused]] const int kApart =
     setenv("JAX_TURBOBUS_PEER_ACCESS", "0", /*overwrite=*/1);
 
-/// What all ranks have, by name, after an exchange there and back.
-struct Results {
-  std::vector<std::pair<std::string, Bytes>> of;
-};
-
 class PackedExchange : public ::testing::Test {
  protected:
   void SetUp() override {
     if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
   }
-
-  static void ExpectOk(const std::vector<Status>& said) {
-    for (const Status& status : said) EXPECT_TRUE(status.ok()) << status;
-  }
-
-  /// All four exchanges, one after the other.
-  static Results RunAll(const Case& one, How how, int fill) {
-    Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
-    std::vector<RankMemory> memory;
-    for (int r = 0; r < one.num_ranks; ++r) {
-      memory.push_back(MemoryOf(one, ranks, r, fill));
-    }
-    for (const Status& status : RunExchanges(one, ranks, memory)) {
-      EXPECT_TRUE(status.ok()) << status;
-    }
-    Results results;
-    for (int r = 0; r < one.num_ranks; ++r) {
-      const std::string of_rank = " of rank " + std::to_string(r);
-      const auto add = [&](const char* name, const DeviceBytes& bytes) {
-        results.of.emplace_back(name + of_rank, bytes.Read());
-      };
-      add("rows", memory[r].rows);
-      add("group_sizes", memory[r].group_sizes);
-      add("wanted", memory[r].wanted);
-      add("slots", memory[r].slots);
-      if (one.dtype == DType::kOther) continue;
-      add("sums", memory[r].sums);
-      add("collected", memory[r].collected);
-      add("row_grads", memory[r].row_grads);
-      add("weight_grads", memory[r].weight_grads);
-    }
-    return results;
-  }
 };
-
-void ExpectSame(const Results& got, const Results& want) {
-  ASSERT_EQ(got.of.size(), want.of.size());
-  for (size_t i = 0; i < got.of.size(); ++i) {
-    EXPECT_TRUE(got.of[i].second == want.of[i].second) << want.of[i].first;
-  }
-}
 
 class PackedEqualsDirect
     : public PackedExchange,

@@ -27,7 +27,10 @@ Status Visit::Meet(std::vector<const void*> addresses) {
 
 Status Visit::MeetWith(std::vector<uint64_t> values,
                        std::shared_ptr<void> keep) {
-  return Check(Try(std::move(values), std::move(keep)));
+  Step("enqueued");
+  const Status status = Check(Try(std::move(values), std::move(keep)));
+  Step("met");
+  return status;
 }
 
 StatusOr<SharedEvent> Visit::Mark() {
@@ -37,7 +40,10 @@ StatusOr<SharedEvent> Visit::Mark() {
 }
 
 Status Visit::AwaitOnHost(const SharedEvent& mark) {
-  return Check(TryAwaitOnHost(mark));
+  Step("enqueued");
+  const Status status = Check(TryAwaitOnHost(mark));
+  Step("counted");
+  return status;
 }
 
 Status Visit::Check(cudaError_t error, const char* what) {

@@ -58,6 +58,11 @@ class Visit {
     return peers;
   }
 
+  /// Tells who measures that a step is over.
+  void Step(const char* name) const {
+    if (caller_.on_step) caller_.on_step(name);
+  }
+
   /// Passes a launch's error on to the ranks that wait for this one.
   Status Check(cudaError_t error, const char* what);
 

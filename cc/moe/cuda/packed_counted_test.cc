@@ -1,0 +1,201 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "moe/cuda/known_totals.h"
+#include "moe/cuda/packed_exchange.h"
+#include "moe/cuda/packed_runs.h"
+
+// Exchanges by rings whose host knows from their dispatch how many rows there
+// are, and what happens where it does not, or is wrong.
+
+namespace turbobus::moe::cuda {
+namespace {
+
+using testing::Case;
+using testing::CombineOf;
+using testing::DispatchOf;
+using testing::ExpectOk;
+using testing::ExpectSame;
+using testing::How;
+using testing::kCases;
+using testing::MemoryOf;
+using testing::OnRanks;
+using testing::RankMemory;
+using testing::Ranks;
+using testing::RunAll;
+using testing::ScratchFor;
+using testing::WiringOf;
+
+[[maybe_unused]] const int kSlots =
+    setenv("JAX_TURBOBUS_EXCHANGE_SLOT_BYTES", "65536", /*overwrite=*/1);
+[[maybe_unused]] const int kApart =
+    setenv("JAX_TURBOBUS_PEER_ACCESS", "0", /*overwrite=*/1);
+
+const Case kOne = {.name = "",
+                   .num_ranks = 3,
+                   .num_tokens = 200,
+                   .num_experts = 6,
+                   .hidden = 128};
+
+class PackedCounted : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+  }
+};
+
+/// Ranks that have dispatched `kOne`, and may combine.
+struct Dispatched {
+  Ranks ranks{WiringOf(kOne.num_ranks, How::kRing), std::chrono::seconds(20)};
+  std::vector<RankMemory> memory;
+
+  Dispatched() {
+    for (int r = 0; r < kOne.num_ranks; ++r) {
+      memory.push_back(MemoryOf(kOne, ranks, r, 0x5a));
+      // Allocating would wait for the GPU.
+      const Caller caller = ranks.CallerOf(r, 0);
+      ScratchFor(caller, DispatchOf(kOne, r, memory[r]), memory[r]);
+      ScratchFor(caller, CombineOf(kOne, r, memory[r], true), memory[r]);
+    }
+    // Once to warm up: CUDA waits for the GPU when it loads a kernel.
+    DispatchAll();
+    ExpectOk(ranks.Call(
+        [&](const Caller& caller) { return Combine(caller, false); }));
+    DispatchAll();
+  }
+
+  void DispatchAll() {
+    ExpectOk(
+        ranks.Call([&](const Caller& caller) { return Dispatch(caller); }));
+  }
+
+  Status Dispatch(const Caller& caller) {
+    RankMemory& own = memory[caller.rank];
+    GpuDispatch call = DispatchOf(kOne, caller.rank, own);
+    call.scratch = own.scratch[0].as();
+    return RunDispatch(caller, call);
+  }
+
+  Status Combine(const Caller& caller, bool is_counted) {
+    RankMemory& own = memory[caller.rank];
+    GpuCombine call = CombineOf(kOne, caller.rank, own, true);
+    call.is_counted = is_counted;
+    call.scratch = own.scratch[1].as();
+    return RunCombine(caller, call);
+  }
+
+  /// Combines while every rank's GPU is busy; whether all had enqueued it
+  /// before their GPU was free.
+  bool CombinesAhead(int64_t run_id, bool is_counted) {
+    std::atomic<bool> is_free = false;
+    std::atomic<int> num_enqueued = 0;
+    bool is_ahead = false;
+    std::thread frees([&] {
+      const auto limit =
+          std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
+      while (num_enqueued < kOne.num_ranks &&
+             std::chrono::steady_clock::now() < limit) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      is_ahead = num_enqueued == kOne.num_ranks;
+      is_free = true;
+    });
+    const auto said = ranks.Call([&](Caller caller) {
+      caller.key.run_id = run_id;
+      (void)cudaLaunchHostFunc(
+          caller.stream,
+          [](void* flag) {
+            while (!*static_cast<std::atomic<bool>*>(flag)) {
+              std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+          },
+          &is_free);
+      const Status status = Combine(caller, is_counted);
+      ++num_enqueued;
+      return status;
+    });
+    frees.join();
+    ExpectOk(said);
+    return is_ahead;
+  }
+};
+
+class PackedCountedCases : public PackedCounted,
+                           public ::testing::WithParamInterface<Case> {};
+
+TEST_P(PackedCountedCases, GiveTheBitsOfDirectOnes) {
+  ExpectSame(RunAll(GetParam(), How::kRing, 0x5a, /*is_counted=*/true),
+             RunAll(GetParam(), How::kDirect, 0xa5));
+}
+
+INSTANTIATE_TEST_SUITE_P(, PackedCountedCases, ::testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+TEST_F(PackedCounted, ACombineIsEnqueuedWhileTheGpuIsBusy) {
+  Dispatched all;
+  EXPECT_TRUE(all.CombinesAhead(1, /*is_counted=*/true));
+}
+
+TEST_F(PackedCounted, ACombineThatDoesNotKnowItsDispatchWaits) {
+  Dispatched all;
+  EXPECT_FALSE(all.CombinesAhead(1, /*is_counted=*/false));
+}
+
+TEST_F(PackedCounted, ADispatchOfAnotherRunIsNotKnown) {
+  Dispatched all;
+  EXPECT_FALSE(all.CombinesAhead(2, /*is_counted=*/true));
+}
+
+TEST_F(PackedCounted, OneRankMayNotKnowWhatOthersDo) {
+  Dispatched all;
+  ExpectOk(all.ranks.Call([&](const Caller& caller) {
+    return all.Combine(caller, /*is_counted=*/caller.rank != 1);
+  }));
+  Dispatched want;
+  ExpectOk(want.ranks.Call(
+      [&](const Caller& caller) { return want.Combine(caller, false); }));
+  for (int r = 0; r < kOne.num_ranks; ++r) {
+    EXPECT_TRUE(all.memory[r].sums.Read() == want.memory[r].sums.Read());
+  }
+}
+
+TEST_F(PackedCounted, WrongTotalsAreToldOfByTheNextCallOnAllRanksOnce) {
+  Dispatched all;
+  RankMemory& own = all.memory[2];
+  const std::vector<int>& devices = all.ranks.devices();
+  const KnownTotals::Key key = {devices[2], 1, own.slots.as()};
+  auto record = KnownTotals::Process().Find(key, kOne.ShapeOf(2), devices);
+  ASSERT_TRUE(record.has_value());
+  const auto wrong = std::make_shared<std::vector<int32_t>>(
+      record->totals.get(), record->totals.get() + kOne.num_ranks);
+  const int32_t found = (*wrong)[0];
+  (*wrong)[0] = 1;
+  record->totals = {wrong, wrong->data()};
+  KnownTotals::Process().Put(key, *record);
+
+  ExpectOk(all.ranks.Call(
+      [&](const Caller& caller) { return all.Combine(caller, true); }));
+  // Ranks that share a GPU share what is found on it: any one says it.
+  const auto said = all.ranks.Call(
+      [&](const Caller& caller) { return all.Combine(caller, false); });
+  const std::string numbers =
+      "rows of 1 tokens to or from rank 0, where there "
+      "are " +
+      std::to_string(found);
+  for (const Status& status : said) {
+    EXPECT_EQ(status.code(), StatusCode::kInternal) << status;
+    EXPECT_NE(status.message().find(numbers), std::string::npos) << status;
+  }
+  ExpectOk(all.ranks.Call(
+      [&](const Caller& caller) { return all.Combine(caller, false); }));
+}
+
+}  // namespace
+}  // namespace turbobus::moe::cuda

@@ -1,0 +1,78 @@
+"""Where the operands of an exchange come from, in the program that is being lowered.
+
+A large exchange between GPUs that do not reach each other has to know on the host how
+many rows there are. Its dispatch has asked the GPU already, if it is certain that the
+slots are that dispatch's: then the host need not wait for the GPU again
+(cc/moe/cuda/known_totals.h). Certain is what stands in the program; slots that come as
+an argument, or around a loop, may be anyone's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+
+__all__ = ["is_counted"]
+
+# Of an exchange's data: the expert ids, and the slots that came of them.
+_OPERANDS = {
+    "combine": (1, 2),
+    "combine_grad": (2, 3),
+    "dispatch_grad": (1, 2),
+}
+# Who makes slots: operand of ids, result of slots.
+_MAKERS = {"turbobus_moe_dispatch": (1, 3), "turbobus_moe_dispatch_start": (1, 3)}
+
+
+def is_counted(name: str, data: Sequence[Any]) -> bool:
+    """Returns whether an exchange's slots are those of a dispatch by its own ids.
+
+    Args:
+      name: of the exchange.
+      data: its operands, IR values.
+    """
+    at = _OPERANDS.get(name.removesuffix("_start"))
+    if at is None:
+        return False
+    ids, slots = (_origin(data[i]) for i in at)
+    target = _target_of(slots)
+    if target not in _MAKERS:
+        return False
+    ids_operand, slots_result = _MAKERS[target]
+    made_of = slots.owner.operands[ids_operand]
+    return bool(slots.result_number == slots_result and ids == _origin(made_of))
+
+
+def _origin(value: Any) -> Any:
+    """Returns the value that this one is, before all that hands it on as it is."""
+    while (before := _before(value)) is not None:
+        value = before
+    return value.maybe_downcast()
+
+
+def _before(value: Any) -> Any:
+    """Returns the value whose bits a value has; None if it has its own."""
+    value = value.maybe_downcast()
+    if isinstance(value, ir.BlockArgument):
+        return None
+    op, index = value.owner, value.result_number
+    if op.name == "stablehlo.optimization_barrier":
+        return op.operands[index]
+    if op.name == "stablehlo.bitcast_convert":
+        # Integers as the bits of floats, or back.
+        source = op.operands[0]
+        is_alike = ir.ShapedType(source.type).shape == ir.ShapedType(value.type).shape
+        return source if is_alike else None
+    if _target_of(value) == "turbobus_moe_finish":
+        return op.operands[index]
+    return None
+
+
+def _target_of(value: Any) -> str | None:
+    """Returns the target of the custom call that a value is a result of."""
+    if isinstance(value, ir.BlockArgument):
+        return None
+    op = value.owner
+    if op.name != "stablehlo.custom_call":
+        return None
+    return str(ir.StringAttr(op.attributes["call_target_name"]).value)
