@@ -29,6 +29,27 @@ inline int NumGpus() {
 /// Where a rank is: on a GPU of its own if there are enough.
 inline int DeviceOf(int rank) { return rank % NumGpus(); }
 
+/// Whether every GPU's kernels reach the memory of every other, which this lets
+/// them.
+inline bool ReachEachOther() {
+  static const bool can_reach = [] {
+    for (int gpu = 0; gpu < NumGpus(); ++gpu) {
+      (void)cudaSetDevice(gpu);
+      for (int peer = 0; peer < NumGpus(); ++peer) {
+        if (peer == gpu) continue;
+        const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+        (void)cudaGetLastError();
+        if (error != cudaSuccess &&
+            error != cudaErrorPeerAccessAlreadyEnabled) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }();
+  return can_reach;
+}
+
 /// Waits for all GPUs; the first stays current.
 inline cudaError_t Synchronize() {
   cudaError_t error = cudaSuccess;
@@ -77,10 +98,11 @@ class DeviceBytes {
   T* as() const {
     return static_cast<T*>(data_);
   }
-  Bytes Read() const {
-    Bytes bytes(size_);
-    (void)cudaMemcpy(bytes.data(), data_, size_, cudaMemcpyDefault);
-    return bytes;
+  template <typename T = uint8_t>
+  std::vector<T> Read() const {
+    std::vector<T> values(size_ / sizeof(T));
+    (void)cudaMemcpy(values.data(), data_, size_, cudaMemcpyDefault);
+    return values;
   }
 
  private:
@@ -117,7 +139,9 @@ inline std::vector<Status> OnRanks(const std::vector<int>& devices,
 class Ranks {
  public:
   Ranks(Wiring wiring, std::chrono::milliseconds timeout)
-      : meeting_(timeout), wiring_(std::move(wiring)) {
+      : meeting_(timeout),
+        wiring_(std::move(wiring)),
+        next_positions_(wiring_.devices.size()) {
     for (const int device : wiring_.devices) {
       (void)cudaSetDevice(device);
       (void)cudaStreamCreateWithFlags(&streams_.emplace_back(),
@@ -125,6 +149,10 @@ class Ranks {
     }
     (void)cudaSetDevice(0);
   }
+  /// Ranks that reach each other's memory: on one GPU, if GPUs do not.
+  explicit Ranks(int num_ranks,
+                 std::chrono::milliseconds timeout = std::chrono::seconds(20))
+      : Ranks(Direct(num_ranks), timeout) {}
   ~Ranks() {
     (void)Synchronize();
     for (const cudaStream_t stream : streams_) (void)cudaStreamDestroy(stream);
@@ -134,6 +162,8 @@ class Ranks {
 
   int size() const { return static_cast<int>(streams_.size()); }
   const std::vector<int>& devices() const { return wiring_.devices; }
+  cudaStream_t stream(int rank) const { return streams_[rank]; }
+  const BlockingMeeting& meeting() const { return meeting_; }
 
   /// A rank's view of call number `position`.
   Caller CallerOf(int rank, int64_t position) {
@@ -149,11 +179,18 @@ class Ranks {
     return caller;
   }
 
+  /// The next call of a rank; all ranks make the same calls.
+  Caller Next(int rank) { return CallerOf(rank, next_positions_[rank]++); }
+
   /// One call of all ranks, and the device's work behind it.
   std::vector<Status> Call(const std::function<Status(const Caller&)>& part) {
-    const int64_t position = next_position_++;
-    auto said = OnRanks(
-        devices(), [&](int rank) { return part(CallerOf(rank, position)); });
+    return Run([&](int rank) { return part(Next(rank)); });
+  }
+
+  /// Any number of calls, the same of all ranks, and the device's work behind
+  /// them.
+  std::vector<Status> Run(const std::function<Status(int rank)>& part) {
+    auto said = OnRanks(devices(), part);
     const cudaError_t error = Synchronize();
     if (error != cudaSuccess) {
       said[0] = Internal(std::string("the device: ") + cudaGetErrorName(error));
@@ -162,10 +199,18 @@ class Ranks {
   }
 
  private:
+  static Wiring Direct(int num_ranks) {
+    Wiring wiring;
+    for (int r = 0; r < num_ranks; ++r) {
+      wiring.devices.push_back(ReachEachOther() ? DeviceOf(r) : 0);
+    }
+    return wiring;
+  }
+
   BlockingMeeting meeting_;
   Wiring wiring_;
   std::vector<cudaStream_t> streams_;
-  int64_t next_position_ = 0;
+  std::vector<int64_t> next_positions_;
 };
 
 }  // namespace turbobus::moe::cuda::testing

@@ -9,74 +9,87 @@
 #include <utility>
 #include <vector>
 
+#include "moe/cuda/exchange_ranks.h"
 #include "moe/cuda/gpu_reference.h"
-#include "moe/cuda/gpu_testing.h"
 
 // Exchanges on GPUs give what those on CPU devices do, bit for bit.
 
 namespace turbobus::moe::cuda {
 namespace {
 
-/// One rank's arrays on its GPU, and the four exchanges over them.
+using testing::DeviceBytes;
+using testing::Ranks;
+using testing::ToBytes;
+
+/// What results are full of before they are written: no small integer, and NaN
+/// in no dtype of ours but fp8.
+constexpr int kUnwritten = 0xA5;
+
+/// One rank's arrays on the current GPU, and the four exchanges over them.
 struct OnGpu {
-  OnGpu(const Case& c, int device, int rank, const Rank& from)
+  OnGpu(const Case& c, int rank, const Rank& from)
       : shape(ToShape(ToConfig(c), rank)),
         dtype(c.dtype),
-        tokens(device, from.tokens),
-        weights(device, from.weights),
-        outputs(device, from.outputs),
-        sum_grads(device, from.sum_grads),
-        ids(device, from.ids),
-        rows(device, from.rows.size()),
-        sums(device, from.sums.size()),
-        token_grads(device, from.token_grads.size()),
-        row_grads(device, from.row_grads.size()),
-        weight_grads(device, from.weight_grads.size()),
-        group_sizes(device, from.group_sizes.size() * sizeof(int32_t)),
-        wanted(device, from.wanted.size() * sizeof(int32_t)),
-        slots(device, from.slots.size() * sizeof(int32_t)),
-        dispatch_scratch(device, ScratchBytes({}, GpuDispatch{.shape = shape}),
-                         false),
-        combine_scratch(device, ScratchBytes({}, GpuCombine{.shape = shape}),
-                        false) {}
+        tokens(from.tokens),
+        weights(from.weights),
+        outputs(from.outputs),
+        sum_grads(from.sum_grads),
+        ids(ToBytes(from.ids)),
+        rows(Like(from.rows)),
+        sums(Like(from.sums)),
+        token_grads(Like(from.token_grads)),
+        row_grads(Like(from.row_grads)),
+        weight_grads(Like(from.weight_grads)),
+        group_sizes(Like(from.group_sizes)),
+        wanted(Like(from.wanted)),
+        slots(Like(from.slots)),
+        dispatch_scratch(DeviceBytes::Scratch(
+            ScratchBytes({}, GpuDispatch{.shape = shape}))),
+        combine_scratch(DeviceBytes::Scratch(
+            ScratchBytes({}, GpuCombine{.shape = shape}))) {}
 
-  Status Run(GpuRanks& ranks, bool is_deduplicated) {
+  template <typename T>
+  static DeviceBytes Like(const std::vector<T>& values) {
+    return {static_cast<int64_t>(values.size() * sizeof(T)), kUnwritten};
+  }
+
+  Status Run(Ranks& ranks, bool is_deduplicated) {
     const int r = shape.rank;
     const GpuDispatch dispatch = {.shape = shape,
                                   .is_deduplicated = is_deduplicated,
-                                  .tokens = tokens.data(),
-                                  .expert_ids = ids.data<int32_t>(),
-                                  .rows = rows.data(),
-                                  .group_sizes = group_sizes.data<int32_t>(),
-                                  .wanted = wanted.data<int32_t>(),
-                                  .slots = slots.data<int32_t>(),
-                                  .scratch = dispatch_scratch.data()};
-    TB_RETURN_IF_ERROR(RunDispatch(ranks.Next(r, "dispatch"), dispatch));
+                                  .tokens = tokens.as(),
+                                  .expert_ids = ids.as<int32_t>(),
+                                  .rows = rows.as(),
+                                  .group_sizes = group_sizes.as<int32_t>(),
+                                  .wanted = wanted.as<int32_t>(),
+                                  .slots = slots.as<int32_t>(),
+                                  .scratch = dispatch_scratch.as()};
+    TB_RETURN_IF_ERROR(RunDispatch(ranks.Next(r), dispatch));
     GpuCombine combine = {.shape = shape,
                           .dtype = dtype,
-                          .rows = outputs.data(),
-                          .expert_ids = ids.data<int32_t>(),
-                          .slots = slots.data<int32_t>(),
+                          .rows = outputs.as(),
+                          .expert_ids = ids.as<int32_t>(),
+                          .slots = slots.as<int32_t>(),
                           .has_weights = true,
-                          .weights = weights.data(),
-                          .sums = sums.data(),
-                          .scratch = combine_scratch.data()};
-    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "combine"), combine));
+                          .weights = weights.as(),
+                          .sums = sums.as(),
+                          .scratch = combine_scratch.as()};
+    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r), combine));
     combine.has_weights = false;
     combine.weights = nullptr;
-    combine.sums = token_grads.data();
-    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r, "transpose"), combine));
-    return RunCombineGrad(ranks.Next(r, "gradient"),
+    combine.sums = token_grads.as();
+    TB_RETURN_IF_ERROR(RunCombine(ranks.Next(r), combine));
+    return RunCombineGrad(ranks.Next(r),
                           {.shape = shape,
                            .dtype = dtype,
-                           .sum_grads = sum_grads.data(),
-                           .rows = outputs.data(),
-                           .expert_ids = ids.data<int32_t>(),
-                           .slots = slots.data<int32_t>(),
-                           .weights = weights.data(),
-                           .group_sizes = group_sizes.data<int32_t>(),
-                           .row_grads = row_grads.data(),
-                           .weight_grads = weight_grads.data(),
+                           .sum_grads = sum_grads.as(),
+                           .rows = outputs.as(),
+                           .expert_ids = ids.as<int32_t>(),
+                           .slots = slots.as<int32_t>(),
+                           .weights = weights.as(),
+                           .group_sizes = group_sizes.as<int32_t>(),
+                           .row_grads = row_grads.as(),
+                           .weight_grads = weight_grads.as(),
                            .scratch = nullptr});
   }
 
@@ -93,10 +106,10 @@ struct OnGpu {
 
   Shape shape;
   DType dtype;
-  DeviceArray tokens, weights, outputs, sum_grads, ids;
-  DeviceArray rows, sums, token_grads, row_grads, weight_grads;
-  DeviceArray group_sizes, wanted, slots;
-  DeviceArray dispatch_scratch, combine_scratch;
+  DeviceBytes tokens, weights, outputs, sum_grads, ids;
+  DeviceBytes rows, sums, token_grads, row_grads, weight_grads;
+  DeviceBytes group_sizes, wanted, slots;
+  DeviceBytes dispatch_scratch, combine_scratch;
 };
 
 /// Work that a stream has before an exchange: so the others' streams, if they
@@ -111,25 +124,33 @@ void Delay(cudaStream_t stream) {
             cudaSuccess);
 }
 
-class GpuExchangeTest : public testing::Test {
+class GpuExchangeTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+  }
+
+  /// The arrays of all ranks, each on its GPU.
+  static std::vector<std::unique_ptr<OnGpu>> Arrays(
+      const Case& c, const Ranks& ranks, const std::vector<Rank>& from) {
+    std::vector<std::unique_ptr<OnGpu>> arrays;
+    for (int r = 0; r < c.num_ranks; ++r) {
+      EXPECT_EQ(cudaSetDevice(ranks.devices()[r]), cudaSuccess);
+      arrays.push_back(std::make_unique<OnGpu>(c, r, from[r]));
+    }
+    return arrays;
   }
 };
 
 class GpuExchangeCases : public GpuExchangeTest,
-                         public testing::WithParamInterface<Case> {};
+                         public ::testing::WithParamInterface<Case> {};
 
 TEST_P(GpuExchangeCases, GiveWhatThoseOnCpuDevicesDo) {
   const Case& c = GetParam();
   const std::vector<Rank> want = Reference(c, 1);
-  GpuRanks ranks(c.num_ranks);
+  Ranks ranks(c.num_ranks);
   for (const bool is_deduplicated : {true, false}) {
-    std::vector<std::unique_ptr<OnGpu>> arrays;
-    for (int r = 0; r < c.num_ranks; ++r) {
-      arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
-    }
+    const auto arrays = Arrays(c, ranks, want);
     const std::vector<Status> statuses = ranks.Run([&](int r) {
       if (r == c.num_ranks - 1) Delay(ranks.stream(r));
       return arrays[r]->Run(ranks, is_deduplicated);
@@ -203,17 +224,14 @@ std::vector<Case> Cases() {
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, GpuExchangeCases, testing::ValuesIn(Cases()),
+INSTANTIATE_TEST_SUITE_P(All, GpuExchangeCases, ::testing::ValuesIn(Cases()),
                          [](const auto& info) { return info.param.name; });
 
 TEST_F(GpuExchangeTest, CallsOnTheSameMemoryFollowEachOther) {
   const Case c = {.num_ranks = 3, .kind = Kind::kMasked, .num_experts = 6};
   const std::vector<Rank> want = Reference(c, 2);
-  GpuRanks ranks(c.num_ranks);
-  std::vector<std::unique_ptr<OnGpu>> arrays;
-  for (int r = 0; r < c.num_ranks; ++r) {
-    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
-  }
+  Ranks ranks(c.num_ranks);
+  const auto arrays = Arrays(c, ranks, want);
   // Nobody waits between the calls: each writes what the last one still reads.
   const std::vector<Status> statuses = ranks.Run([&](int r) {
     for (int i = 0; i < 30; ++i) {
@@ -231,11 +249,8 @@ TEST_F(GpuExchangeTest, CallsOnTheSameMemoryFollowEachOther) {
 TEST_F(GpuExchangeTest, AKernelThatCannotBeLaunchedFailsAllRanks) {
   const Case c = {.num_ranks = 3, .num_experts = 6};
   const std::vector<Rank> want = Reference(c, 3);
-  GpuRanks ranks(c.num_ranks);
-  std::vector<std::unique_ptr<OnGpu>> arrays;
-  for (int r = 0; r < c.num_ranks; ++r) {
-    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
-  }
+  Ranks ranks(c.num_ranks);
+  const auto arrays = Arrays(c, ranks, want);
   arrays[1]->dtype = DType::kOther;  // No sums of it.
   for (const Status& status :
        ranks.Run([&](int r) { return arrays[r]->Run(ranks, true); })) {
@@ -249,11 +264,8 @@ TEST_F(GpuExchangeTest, AKernelThatCannotBeLaunchedFailsAllRanks) {
 TEST_F(GpuExchangeTest, ARankThatStaysAwayIsNamedByAllOthers) {
   const Case c = {.num_ranks = 3, .num_experts = 6};
   const std::vector<Rank> want = Reference(c, 4);
-  GpuRanks ranks(c.num_ranks, std::chrono::milliseconds(50));
-  std::vector<std::unique_ptr<OnGpu>> arrays;
-  for (int r = 0; r < c.num_ranks; ++r) {
-    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
-  }
+  Ranks ranks(c.num_ranks, std::chrono::milliseconds(50));
+  const auto arrays = Arrays(c, ranks, want);
   const std::vector<Status> statuses = ranks.Run(
       [&](int r) { return r == 1 ? OkStatus() : arrays[r]->Run(ranks, true); });
   for (const int r : {0, 2}) {
@@ -266,11 +278,8 @@ TEST_F(GpuExchangeTest, ARankThatStaysAwayIsNamedByAllOthers) {
 TEST_F(GpuExchangeTest, ThousandsOfCallsKeepNoMemory) {
   const Case c = {.num_tokens = 32, .hidden = 8};
   const std::vector<Rank> want = Reference(c, 5);
-  GpuRanks ranks(c.num_ranks);
-  std::vector<std::unique_ptr<OnGpu>> arrays;
-  for (int r = 0; r < c.num_ranks; ++r) {
-    arrays.push_back(std::make_unique<OnGpu>(c, ranks.device(r), r, want[r]));
-  }
+  Ranks ranks(c.num_ranks);
+  const auto arrays = Arrays(c, ranks, want);
   const auto run = [&](int times) {
     for (const Status& status : ranks.Run([&](int r) {
            for (int i = 0; i < times; ++i) {

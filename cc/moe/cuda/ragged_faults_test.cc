@@ -1,9 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "moe/cuda/gpu_ragged.h"
 #include "moe/cuda/ragged_testing.h"
@@ -14,6 +16,8 @@ namespace turbobus::moe::cuda {
 namespace {
 
 using RaggedFaultsTest = GpuRaggedTest;
+using testing::OnRanks;
+using testing::Ranks;
 
 TEST_F(RaggedFaultsTest, ASliceThatDoesNotFitMovesNothingAndTheNextCallSaysSo) {
   const RaggedSizes sizes = {.num_ranks = 2,
@@ -76,6 +80,21 @@ TEST_F(RaggedFaultsTest, ASliceThatDoesNotFitMovesNothingAndTheNextCallSaysSo) {
   }
 }
 
+/// Keeps a stream from going on until `gate` is open.
+void Hold(cudaStream_t stream, std::atomic<bool>& gate) {
+  EXPECT_EQ(
+      cudaLaunchHostFunc(
+          stream,
+          [](void* at) { static_cast<std::atomic<bool>*>(at)->wait(false); },
+          &gate),
+      cudaSuccess);
+}
+
+void Open(std::atomic<bool>& gate) {
+  gate = true;
+  gate.notify_all();
+}
+
 TEST_F(RaggedFaultsTest, WhatWasUnderWayWhenAMisfitWasToldOfIsNotToldOfAgain) {
   const RaggedSizes sizes = {.num_ranks = 2,
                              .num_slices = 2,
@@ -85,14 +104,39 @@ TEST_F(RaggedFaultsTest, WhatWasUnderWayWhenAMisfitWasToldOfIsNotToldOfAgain) {
   const Problem good = MakeProblem(sizes, Kind::kDisjoint, 5);
   Problem bad = good;
   bad.At(0, 0, 0, 1) = -7;
-  int num_told = 0;
-  for (int i = 0; i < 4; ++i) {
-    const Outcome outcome = RunOnGpus(i < 2 ? bad : good, DType::kOther, 20);
-    num_told += !outcome.statuses[0].ok();
+  Ranks ranks(sizes.num_ranks);
+  const auto misfits = OnGpus(bad, ranks);
+  const auto fits = OnGpus(good, ranks);
+  // Two calls that do not fit have begun, of which one has run.
+  std::atomic<bool> gates[2] = {};
+  std::vector<cudaEvent_t> first_ran(ranks.size());
+  for (const Status& status : OnRanks(ranks.devices(), [&](int r) -> Status {
+         Hold(ranks.stream(r), gates[0]);
+         TB_RETURN_IF_ERROR(misfits[r]->Run(ranks.Next(r)));
+         EXPECT_EQ(cudaEventCreate(&first_ran[r]), cudaSuccess);
+         EXPECT_EQ(cudaEventRecord(first_ran[r], ranks.stream(r)), cudaSuccess);
+         Hold(ranks.stream(r), gates[1]);
+         return misfits[r]->Run(ranks.Next(r));
+       })) {
+    EXPECT_TRUE(status.ok()) << status;
   }
-  // The second of the bad runs may end in the error or in a further misfit.
-  EXPECT_LE(num_told, 2);
-  ExpectSame(RunOnGpus(good, DType::kOther), SlowPush(good));
+  Open(gates[0]);
+  for (cudaEvent_t event : first_ran) {
+    EXPECT_EQ(cudaEventSynchronize(event), cudaSuccess);
+    EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
+  }
+  const auto next = [&](int r) { return fits[r]->Run(ranks.Next(r)); };
+  for (const Status& status : OnRanks(ranks.devices(), next)) {
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status;
+  }
+  // The other one runs, and is known already.
+  Open(gates[1]);
+  ASSERT_CUDA(testing::Synchronize());
+  for (const Status& status : ranks.Run(next)) {
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  const std::vector<Bytes> want = SlowPush(good);
+  for (int r = 0; r < ranks.size(); ++r) EXPECT_EQ(fits[r]->Result(), want[r]);
 }
 
 TEST_F(RaggedFaultsTest, ARankThatDoesNotComeFailsTheOthers) {

@@ -68,17 +68,14 @@ TEST_F(RaggedSpeedTest, DISABLED_SpeedBesideMemcpy) {
                              .operand_rows = rows,
                              .output_rows = rows,
                              .row_bytes = row_bytes};
-        uint8_t* memory = nullptr;
-        ASSERT_CUDA(Allocate(&memory, 3 * bytes));
-        int32_t* tables = nullptr;
-        ASSERT_CUDA(Allocate(&tables, 8 * table.size()));
-        ASSERT_CUDA(cudaMemcpy(tables, table.data(), 4 * table.size(),
-                               cudaMemcpyHostToDevice));
-        ASSERT_CUDA(cudaMemcpy(tables + table.size(), second.data(),
-                               4 * table.size(), cudaMemcpyHostToDevice));
-        uint8_t* scratch = nullptr;
-        ASSERT_CUDA(Allocate(&scratch, RaggedPushScratchBytes(sizes) +
-                                           RaggedSumScratchBytes(sizes)));
+        const auto buffer = testing::DeviceBytes::Scratch(3 * bytes);
+        uint8_t* const memory = buffer.as();
+        std::vector<int32_t> both = table;
+        both.insert(both.end(), second.begin(), second.end());
+        const testing::DeviceBytes on_device(testing::ToBytes(both));
+        const auto* const tables = on_device.as<int32_t>();
+        const auto scratch = testing::DeviceBytes::Scratch(
+            RaggedPushScratchBytes(sizes) + RaggedSumScratchBytes(sizes));
         RaggedPushArgs push;
         RaggedSumArgs sum;
         for (int r = 0; r < 2; ++r) {
@@ -88,7 +85,7 @@ TEST_F(RaggedSpeedTest, DISABLED_SpeedBesideMemcpy) {
         }
         push.operand = memory;
         sum.result = memory + 2 * bytes;
-        push.scratch = sum.scratch = scratch;
+        push.scratch = sum.scratch = scratch.as();
         const double copy = stopwatch.Seconds([&] {
           cudaMemcpyAsync(memory + 2 * bytes, memory, bytes,
                           cudaMemcpyDeviceToDevice);
@@ -108,9 +105,6 @@ TEST_F(RaggedSpeedTest, DISABLED_SpeedBesideMemcpy) {
             num_slices, copy * 1e6, bytes / copy / 1e9, pushed * 1e6,
             bytes / pushed / 1e9, summed * 1e6,
             summed > 0 ? bytes / summed / 1e9 : 0);
-        cudaFree(memory);
-        cudaFree(tables);
-        cudaFree(scratch);
       }
     }
   }
