@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -73,23 +72,16 @@ def compare_at_one_size(args: argparse.Namespace) -> list[Row]:
             in_a_row=args.in_a_row,
             bound=bound,
         )
-        schedule = _schedule_of(layer, mine, args)
     if args.layers == 1:
-        rows += _bytes(args.prefix, shape, expert_ids[0], args.route, schedule)
+        rows += _bytes(args, shape, expert_ids[0], _counted(layer, mine))
     return rows
 
 
-def _schedule_of(layer: Layer, scheme: peers.Peer, args: argparse.Namespace) -> str:
-    """Returns the schedule that our dispatch took."""
-    if args.schedule != "auto":
-        return str(args.schedule)
-    if jax.default_backend() != "cpu":
-        # GPUs count nothing. What reaches peers' memory is written straight into it.
-        return "direct" if args.has_peers else "packed"
+def _counted(layer: Layer, scheme: peers.Peer) -> list[moe.ExchangeStats]:
+    """Returns what one call of ours moves, as it is counted while it runs."""
     moe.reset_exchange_stats()
     layer.forward(scheme)()
-    taken = [kind.schedule for kind in moe.exchange_stats() if kind.op == "dispatch"]
-    return taken[0] if taken else "packed"
+    return moe.exchange_stats()
 
 
 def _capacity(slack: str, shape: ExchangeShape) -> int:
@@ -116,23 +108,40 @@ def _name(case: peers.Case, slack: str, args: argparse.Namespace) -> str:
 
 
 def _bytes(
-    prefix: str,
+    args: argparse.Namespace,
     shape: ExchangeShape,
     expert_ids: np.ndarray[Any, Any],
-    route: str,
-    schedule: str,
+    counted: list[moe.ExchangeStats],
 ) -> list[Row]:
     """Returns what crosses between ranks, dispatch and combine together."""
-    counted = moe.volume(**dataclasses.asdict(shape), expert_ids=expert_ids)
-    own = counted[schedule].total_bytes / 2**20
-    return [
+    volume = moe.volume(**dataclasses.asdict(shape), expert_ids=expert_ids)
+    taken = [kind.schedule for kind in counted if kind.op == "dispatch"]
+    schedule = taken[0] if taken else "packed"
+    case = (
+        f"{args.prefix}{shape.num_ranks} x {shape.tokens_per_rank} tokens,"
+        f" {args.route}, {schedule}"
+    )
+    own = volume[schedule]
+    rows = [
         Row.make(
-            f"{prefix}{shape.num_ranks} x {shape.tokens_per_rank} tokens, {route},"
-            f" {schedule}",
+            case,
             "moved between ranks, MiB",
-            own,
-            peer=counted[name].total_bytes / 2**20,
+            own.total_bytes / 2**20,
+            peer=volume[name].total_bytes / 2**20,
             peer_name=name,
         )
         for name in peers.EVERYONE
+    ]
+    # Without what is exchanged about the rows: counts, places.
+    rows_alone = float(own.dispatch.sum() + own.combine.sum())
+    return [
+        *rows,
+        Row.make(
+            case,
+            "rows moved, MiB, as exchange_stats counts them",
+            sum(kind.total_bytes for kind in counted) / 2**20,
+            peer=rows_alone / 2**20,
+            peer_name="moe.volume",
+            required="<= 1",
+        ),
     ]

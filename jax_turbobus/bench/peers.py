@@ -45,21 +45,19 @@ class Case:
       recv_capacity: rows that a rank can receive, the same for every exact scheme.
       capacity_factor: of the schemes with a capacity per expert.
       axis_name: the mesh axis of the experts.
-      experts: ``experts(rows, expert, scale)``, what they do in exact schemes; by
-        default `scale_rows`.
+      experts: ``experts(rows)``, what a rank's experts make of rows
+        ``[num_local_experts, expert_capacity, hidden]``, in place of `scale_rows`.
+      expert_capacity: rows of each local expert, in the layout of batched matmuls,
+        where `experts` is given. Schemes that take it put rows there at once:
+        `allgather_filter`, `one_copy_padded` and `capacity_scatter`.
     """
 
     shape: ExchangeShape
     recv_capacity: int
     capacity_factor: float = 1.25
     axis_name: str = "expert"
-    experts: Callable[..., jax.Array] | None = None
-
-    def run_experts(
-        self, rows: jax.Array, expert: jax.Array, scale: jax.Array
-    ) -> jax.Array:
-        """Returns what the experts make of rows that lie in any order."""
-        return (self.experts or scale_rows)(rows, expert, scale)
+    experts: Callable[[jax.Array], jax.Array] | None = None
+    expert_capacity: int = 0
 
 
 Peer = Callable[[Case, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -133,8 +131,20 @@ def _run_padded_experts(buffer: jax.Array, case: Case, scale: jax.Array) -> jax.
     e, slots, hidden = buffer.shape
     r, local = case.shape.num_ranks, case.shape.num_local_experts
     there = _all_to_all(buffer, case).reshape(r, local, slots, hidden)
-    there = there * scale[:, None].astype(there.dtype)
+    if case.experts is None:
+        there = there * scale[:, None].astype(there.dtype)
+    else:
+        rows = there.swapaxes(0, 1).reshape(local, r * slots, hidden)
+        rows = case.experts(rows).reshape(local, r, slots, hidden)
+        there = rows.swapaxes(0, 1)
     return _all_to_all(there.reshape(e, slots, hidden), case)
+
+
+def _slots(case: Case) -> int:
+    """Returns rows that each rank may send to an expert."""
+    if case.experts is None:
+        return case.shape.expert_slots(case.capacity_factor)
+    return case.expert_capacity // case.shape.num_ranks
 
 
 def capacity_scatter(
@@ -146,7 +156,7 @@ def capacity_scatter(
 ) -> jax.Array:
     """Returns the sums; rows scattered into fixed slots of each expert."""
     e, hidden = case.shape.num_experts, case.shape.hidden
-    slots = case.shape.expert_slots(case.capacity_factor)
+    slots = _slots(case)
     slot = _slot_in_expert(expert_ids, e)
     place = jnp.where(slot < slots, expert_ids * slots + slot, e * slots)
     copies = jnp.repeat(tokens, expert_ids.shape[1], axis=0)
@@ -181,6 +191,46 @@ def gshard_einsum(
 # Exact.
 
 
+def _sums_by_copy(
+    case: Case,
+    copies: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """Returns what this rank's experts add to each copy of a token, in float32.
+
+    Args:
+      case: the sizes.
+      copies: ``[copies, hidden]``, tokens that are here.
+      expert_ids: ``int32[copies, top_k]``, of all experts; others' are left out.
+      weights: ``float32[copies, top_k]``.
+      scale: of this rank's experts.
+    """
+    local, k = case.shape.num_local_experts, case.shape.top_k
+    mine = expert_ids - lax.axis_index(case.axis_name) * local
+    expert = jnp.where((mine >= 0) & (mine < local), mine, local).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    total = jnp.zeros(copies.shape, jnp.float32)
+    if case.experts is None:
+        kept = order[: case.recv_capacity]
+        copy, expert = kept // k, expert[kept]
+        rows = scale_rows(copies[copy], expert, scale).astype(jnp.float32)
+        rows = rows * weights.reshape(-1)[kept][:, None]
+        return total.at[copy].add(rows)
+    # Where each expert's pairs begin, and one gather of the tokens to their places.
+    counts = jnp.bincount(expert, length=local)
+    place = jnp.arange(case.expert_capacity)
+    index = (jnp.cumsum(counts) - counts)[:, None] + place
+    is_row = place < counts[:, None]
+    nowhere = expert.shape[0]
+    pair = jnp.where(is_row, order[jnp.minimum(index, nowhere - 1)], nowhere)
+    rows = copies.at[pair // k].get(mode="fill", fill_value=0)
+    rows = case.experts(rows).astype(jnp.float32)
+    rows = rows * weights.reshape(-1).at[pair].get(mode="fill", fill_value=0)[..., None]
+    return total.at[pair // k].add(rows, mode="drop")
+
+
 def allgather_filter(
     case: Case,
     tokens: jax.Array,
@@ -189,20 +239,13 @@ def allgather_filter(
     scale: jax.Array,
 ) -> jax.Array:
     """Returns the sums; everybody gets all tokens and keeps what its experts need."""
-    local, k = case.shape.num_local_experts, case.shape.top_k
 
     def gather(x: jax.Array) -> jax.Array:
         everyones: jax.Array = lax.all_gather(x, case.axis_name, axis=0, tiled=True)
         return everyones
 
     everyone, ids, gates = gather(tokens), gather(expert_ids), gather(weights)
-    mine = ids - lax.axis_index(case.axis_name) * local
-    expert = jnp.where((mine >= 0) & (mine < local), mine, local).reshape(-1)
-    kept = jnp.argsort(expert, stable=True)[: case.recv_capacity]
-    token, expert = kept // k, expert[kept]
-    rows = case.run_experts(everyone[token], expert, scale).astype(jnp.float32)
-    rows = rows * gates.reshape(-1)[kept][:, None]
-    total = jnp.zeros(everyone.shape, jnp.float32).at[token].add(rows)
+    total = _sums_by_copy(case, everyone, ids, gates, scale)
     home: jax.Array = lax.psum_scatter(
         total, case.axis_name, scatter_dimension=0, tiled=True
     )
@@ -260,7 +303,7 @@ def _run_sorted_experts(
 ) -> jax.Array:
     """Returns scaled rows; in between in expert order, as grouped matmuls want."""
     order = jnp.argsort(expert, stable=True)
-    y = case.run_experts(rows[order], expert[order], scale)
+    y = scale_rows(rows[order], expert[order], scale)
     return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
 
 
@@ -357,12 +400,7 @@ def one_copy_padded(
     weighted sum a token.
     """
     shape = case.shape
-    t, r, k, local = (
-        shape.tokens_per_rank,
-        shape.num_ranks,
-        shape.top_k,
-        shape.num_local_experts,
-    )
+    t, r, local = shape.tokens_per_rank, shape.num_ranks, shape.num_local_experts
     needs = jax.nn.one_hot(expert_ids // local, r, dtype=jnp.int32).max(axis=1)
     slot = jnp.cumsum(needs, axis=0) - needs
     place = jnp.where(needs > 0, jnp.arange(r) * t + slot, r * t)
@@ -374,13 +412,7 @@ def one_copy_padded(
         return _all_to_all(buffer, case)
 
     rows, ids, gates = send(tokens, 0), send(expert_ids, -1), send(weights, 0)
-    mine = ids - lax.axis_index(case.axis_name) * local
-    expert = jnp.where((mine >= 0) & (mine < local), mine, local).reshape(-1)
-    kept = jnp.argsort(expert, stable=True)[: case.recv_capacity]
-    copy, expert = kept // k, expert[kept]
-    y = case.run_experts(rows[copy], expert, scale).astype(jnp.float32)
-    y = y * gates.reshape(-1)[kept][:, None]
-    sums = jnp.zeros((r * t, shape.hidden), jnp.float32).at[copy].add(y)
+    sums = _sums_by_copy(case, rows, ids, gates, scale)
     back = _all_to_all(sums.astype(tokens.dtype), case)
     parts = back.at[place].get(mode="fill", fill_value=0)
     return parts.astype(jnp.float32).sum(axis=1).astype(tokens.dtype)

@@ -9,8 +9,9 @@ import pytest
 
 from jax_turbobus.bench import experts, experts_gpu, peers
 from jax_turbobus.bench._experts_bounds import best_bound
-from jax_turbobus.bench.experts_gpu import layers
-from jax_turbobus.bench.experts_gpu._setup import Setup, kernel_seconds
+from jax_turbobus.bench.experts_gpu import layers, parts
+from jax_turbobus.bench.experts_gpu._kernels import kernel_seconds
+from jax_turbobus.bench.experts_gpu._setup import Setup
 from jax_turbobus.moe._traffic import ExchangeShape
 
 
@@ -18,7 +19,8 @@ from jax_turbobus.moe._traffic import ExchangeShape
 @pytest.mark.parametrize(
     "case", [name for name in experts_gpu.CASES if name != "layers"]
 )
-def test_every_case_runs_and_is_exact(case, has_peers):
+def test_every_case_runs_and_is_exact(case, has_peers, monkeypatch):
+    monkeypatch.setattr(parts, "SIZES", layers.SIZES[1:2])
     setup = Setup(jax.devices()[:2], rounds=1, shrink=256, has_peers=has_peers)
     rows = list(experts_gpu.CASES[case](setup))
     assert rows
@@ -28,7 +30,7 @@ def test_every_case_runs_and_is_exact(case, has_peers):
         if row.failed and ("error" in row.metric or "off from" in row.metric)
     ]
     assert not wrong
-    assert len({(row.case, row.metric) for row in rows}) == len(rows)
+    assert len({(row.case, row.metric, row.peer_name) for row in rows}) == len(rows)
 
 
 def test_the_layers_are_compared_with_every_peer(monkeypatch):

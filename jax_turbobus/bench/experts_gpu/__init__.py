@@ -21,6 +21,7 @@ from jax_turbobus.bench.experts_gpu import (
     layers,
     links,
     overlap,
+    parts,
     skew,
     steps,
 )
@@ -31,6 +32,7 @@ __all__ = ["CASES", "add_arguments", "run"]
 CASES: dict[str, _cases.Case] = {
     "layers": layers.layers,
     "links": links.links,
+    "parts": parts.parts,
     "drop_in": drop_in.drop_in,
     "skew": skew.skew,
     "overlap": overlap.overlap,

@@ -1,10 +1,8 @@
 """What the cases on GPUs share: devices, sizes, times."""
 
 import dataclasses
-import glob
-import os
-import tempfile
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_turbobus.bench._report import alternate
+from jax_turbobus.bench._report import Timing, alternate
 
-__all__ = ["AXIS", "Setup", "kernel_seconds"]
+__all__ = ["AXIS", "Setup", "expert_capacity", "over"]
 
 AXIS = "expert"
 
@@ -76,39 +74,51 @@ class Setup:
         )
         return make(jax.random.key(seed))  # type: ignore[no-any-return]
 
-    def times(self, functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-        """Returns the median seconds of calls, in turn, each until it is ready."""
+    def timings(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
+        """Returns the times of calls, in turn, each until its result is ready."""
 
         def waiting(function: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: jax.block_until_ready(function())
 
         waits = {name: waiting(function) for name, function in functions.items()}
-        timings = alternate(waits, rounds=self.rounds)
+        return alternate(waits, rounds=self.rounds)
+
+    def times(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        """Returns the median seconds of calls, as `timings`."""
+        timings = self.timings(functions)
         return {name: timing.median for name, timing in timings.items()}
 
 
-def kernel_seconds(function: Callable[[], Any], *, calls: int = 10) -> dict[str, float]:
-    """Returns the time of each kernel on one GPU in a call, by name; {} without one.
+def over(more: Timing, less: Timing) -> float:
+    """Returns by how many seconds one function takes longer, the median over rounds."""
+    pairs = zip(more.seconds, less.seconds, strict=True)
+    return statistics.median(a - b for a, b in pairs)
+
+
+def expert_capacity(
+    ids: np.ndarray[Any, Any],
+    *,
+    num_experts: int,
+    num_ranks: int,
+    num_chunks: int = 1,
+    is_by_source: bool = False,
+    slack: float = 1.25,
+) -> int:
+    """Returns rows for each expert and chunk: `slack` x balanced, or more if needed.
 
     Args:
-      function: what to call; it has been compiled.
-      calls: how many to take the mean of.
+      ids: ``int[num_ranks * tokens_per_rank, top_k]``.
+      num_experts: experts in all.
+      num_ranks: ranks, which cut their tokens alike.
+      num_chunks: into how many parts; they divide the tokens of a rank.
+      is_by_source: every rank may fill its own part of an expert's rows only.
+      slack: at least so many times what each gets if all get as many.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder)
-        for _ in range(calls):
-            jax.block_until_ready(function())
-        jax.profiler.stop_trace()
-        (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
-        planes = list(jax.profiler.ProfileData.from_file(path).planes)
-    seconds: dict[str, float] = {}
-    for plane in planes:
-        if "GPU:0" not in plane.name:
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                duration = event.duration_ns / 1e9 / calls
-                seconds[event.name] = seconds.get(event.name, 0.0) + duration
-    return seconds
+    parts = ids.reshape(num_ranks, num_chunks, -1)
+    counts = np.array(
+        [[np.bincount(c, minlength=num_experts) for c in rank] for rank in parts]
+    )
+    needed = counts.max() * num_ranks if is_by_source else counts.sum(0).max()
+    balanced = slack * ids.size / num_chunks / num_experts
+    multiple = 8 * num_ranks
+    return -(-int(max(needed, balanced)) // multiple) * multiple

@@ -1,22 +1,26 @@
 """How fast bytes travel: every row goes to another rank, and nothing else happens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_turbobus import moe
 from jax_turbobus.bench._report import Row
-from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup, kernel_seconds
+from jax_turbobus.bench.experts_gpu._kernels import kernel_name, kernel_seconds
+from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
 
 __all__ = ["links"]
 
 _ROWS, _HIDDEN = 16384, 4096
 # A program of so many exchanges, less one of a single one, is what they take.
 _REPEATS = 9
+# Plain copies in a row, so that their start matters little.
+_COPIES = 4
 
 
 def _swap(setup: Setup) -> Callable[[jax.Array, int], jax.Array]:
@@ -90,15 +94,16 @@ def links(setup: Setup) -> Iterator[Row]:
     rate = size_bytes / own / 1e9
     if setup.has_peers:
         yield Row.make(case, "the whole dispatch, GB/s sent", rate, required=">= 300")
-        kernels = kernel_seconds(lambda: one(tokens))
-        total = sum(kernels.values())
-        for name, spent in sorted(kernels.items(), key=lambda item: -item[1]):
-            if spent > total / 100:
-                label = name.split("(")[0].split("::")[-1].split("<")[0]
+        kernels: dict[str, float] = {}
+        for name, spent in kernel_seconds(lambda: one(tokens)).items():
+            label = kernel_name(name)[:60]
+            kernels[label] = kernels.get(label, 0.0) + spent
+        for label, spent in sorted(kernels.items(), key=lambda item: -item[1]):
+            if spent > sum(kernels.values()) / 100:
                 yield Row.make(case, f"kernel {label}, us", spent * 1e6)
-        sending = [spent for name, spent in kernels.items() if "Send<" in name]
         if kernels:
-            figure = size_bytes / max(sending) / 1e9 if sending else 0.0
+            spent = kernels.get("Send", float("inf"))
+            figure = size_bytes / spent / 1e9
             yield Row.make(case, "send kernel, GB/s sent", figure, required=">= 340")
     if setup.num_ranks == 2:
         theirs, _ = seconds(_nccl())
@@ -110,5 +115,45 @@ def links(setup: Setup) -> Iterator[Row]:
             peer_name="lax.all_to_all",
             required=None if setup.has_peers else ">= 1.9",
         )
+    for name, limit in _limits(setup, tokens).items():
+        yield Row.make(
+            case, "GB/s sent, beside a limit", rate, peer=limit, peer_name=name
+        )
     if not setup.has_peers:
-        yield Row.make(case, "of 44 GB/s, 80 % of the link", rate / 44)
+        yield Row.make(
+            case, "of 44 GB/s, 80 % of the link", rate / 44, note="the goal: 1"
+        )
+
+
+def _limits(setup: Setup, tokens: jax.Array) -> dict[str, float]:
+    """Returns GB/s in one direction of one GPU's links, by plain copies of JAX."""
+    parts = [shard.data for shard in tokens.addressable_shards]
+    homes = [SingleDeviceSharding(part.device) for part in parts]
+    if setup.has_peers:
+        nexts = homes[1:] + homes[:1]
+        return {
+            "plain copies to the next GPU, all GPUs at once": _rate(
+                setup, list(zip(parts, nexts, strict=True))
+            )
+        }
+    on_host = [home.with_memory_kind("pinned_host") for home in homes]
+    there = [jax.device_put(x, to) for x, to in zip(parts, on_host, strict=True)]
+    out = list(zip(parts, on_host, strict=True))
+    back = list(zip(there, homes, strict=True))
+    return {
+        "plain copies to the host, one GPU alone": _rate(setup, out[:1]),
+        "plain copies from the host, one GPU alone": _rate(setup, back[:1]),
+        "plain copies to and from the host, all GPUs at once": _rate(
+            setup, [*out, *back]
+        ),
+    }
+
+
+def _rate(setup: Setup, copies: Sequence[tuple[jax.Array, Sharding]]) -> float:
+    """Returns GB/s of each of some copies, all at once, some times over."""
+
+    def run() -> list[jax.Array]:
+        return [jax.device_put(x, to) for _ in range(_COPIES) for x, to in copies]
+
+    size_bytes = copies[0][0].nbytes * _COPIES
+    return float(size_bytes / setup.times({"copies": run})["copies"] / 1e9)

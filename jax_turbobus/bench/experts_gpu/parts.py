@@ -1,0 +1,65 @@
+"""What a GPU does during our exchange: the share of each step, by the profiler."""
+
+from collections.abc import Iterator
+
+from jax_turbobus import moe
+from jax_turbobus.bench import peers, routing
+from jax_turbobus.bench._layer import METRICS, Layer, ours
+from jax_turbobus.bench._report import Row
+from jax_turbobus.bench.experts_gpu._kernels import by_step, kernel_seconds
+from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
+from jax_turbobus.bench.experts_gpu.layers import SIZES
+from jax_turbobus.moe._traffic import ExchangeShape
+
+__all__ = ["parts"]
+
+_SLACK = 1.25
+
+
+def parts(setup: Setup) -> Iterator[Row]:
+    """Yields how long one GPU works at each step of the layers that are compared.
+
+    A step's share is of the time that kernels and copies take, added up: copies run
+    beside kernels, and there are gaps between them, so the sum is not the call's time.
+    """
+    mine = ours()
+    for tokens, hidden, num_experts, top_k in SIZES:
+        shape = ExchangeShape(
+            tokens_per_rank=setup.small(tokens),
+            hidden=max(hidden // setup.shrink, 64),
+            num_experts=num_experts,
+            top_k=top_k,
+            num_ranks=setup.num_ranks,
+            dtype="bfloat16",
+        )
+        capacity = moe.required_recv_capacity(
+            tokens_per_rank=shape.tokens_per_rank,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_ranks=setup.num_ranks,
+            slack=_SLACK,
+        )
+        case = peers.Case(shape=shape, recv_capacity=capacity, axis_name=AXIS)
+        ids = routing.expert_ids("uniform", shape)
+        layer = Layer.make(case, setup.mesh, ids, 0)
+        name = (
+            f"{setup.access}: steps of ours, {shape.tokens_per_rank} tokens, hidden"
+            f" {shape.hidden}, {num_experts} experts, top-{top_k}"
+        )
+        for metric in METRICS:
+            run = layer.program(metric, mine)
+            seconds = kernel_seconds(run)
+            total = sum(seconds.values())
+            if not total:
+                yield Row.make(
+                    name, f"{metric}: not measured", 0.0, note="there is no GPU here"
+                )
+                continue
+            yield Row.make(name, f"{metric}: a GPU works, us", total * 1e6)
+            for step, spent in by_step(seconds).items():
+                yield Row.make(
+                    name,
+                    f"{metric}: {step}, us",
+                    spent * 1e6,
+                    note=f"{spent / total:.1%} of what the GPU works",
+                )
