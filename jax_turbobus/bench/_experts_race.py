@@ -87,20 +87,32 @@ class Race:
     def check(self) -> Iterator[Row]:
         """Yields how far each scheme is from the dense reference.
 
-        Ours has to be right. A peer that is not is out of the race.
+        Ours has to be right. A peer that is not, or does not fit into the memory, is
+        out of the race.
+
+        Raises:
+          JaxRuntimeError: a scheme does not run for another reason.
         """
         want, want_grads = self.layer.reference()
         wants = {"forward": [want], "forward + backward": want_grads}
         is_wide = self.layer.case.shape.dtype.itemsize >= _FLOAT32_BYTES
         most = (1e-5 if is_wide else 3e-2) * self.layer.num_layers**0.5
-        for name, scheme in self.schemes.items():
+        for name, scheme in list(self.schemes.items()):
             for metric in self.metrics:
                 is_exact = name not in peers.DROPPING
                 if not is_exact and metric != "forward":
                     continue
-                got = jax.tree.leaves(self.layer.program(metric, scheme)())
-                pairs = zip(got, wants[metric], strict=True)
-                error = max(largest_error(*pair) for pair in pairs)
+                try:
+                    got = jax.tree.leaves(self.layer.program(metric, scheme)())
+                    pairs = zip(got, wants[metric], strict=True)
+                    error = max(largest_error(*pair) for pair in pairs)
+                except jax.errors.JaxRuntimeError as failure:
+                    if name == OURS or "RESOURCE_EXHAUSTED" not in str(failure):
+                        raise
+                    del self.schemes[name]
+                    lacking = "left out: not enough memory"
+                    yield self._row(f"{name}: {metric}: failed", 0.0, note=lacking)
+                    break
                 note = None
                 if is_exact and not error <= most:
                     self.wrong.add((name, metric))
@@ -117,6 +129,8 @@ class Race:
     ) -> Iterator[Row]:
         """Yields times beside each peer's, and beside the best exact one's.
 
+        `check` comes first.
+
         Args:
           rounds: measurements of each.
           limit_s: of one pair, if it is to take less than `rounds`.
@@ -129,8 +143,12 @@ class Race:
                 if name == OURS:
                     continue
                 _progress(f"{self.case}: {metric}: {name}")
+                # All have run once: they have been checked.
                 timings[name] = alternate(
-                    self._programs(metric, name), rounds=rounds, limit_s=limit_s
+                    self._programs(metric, name),
+                    rounds=rounds,
+                    warmup=1,
+                    limit_s=limit_s,
                 )
                 is_wrong = (name, metric) in self.wrong
                 yield self._pair(

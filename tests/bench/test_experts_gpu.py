@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import pathlib
+import re
 import types
 
 import jax
@@ -9,10 +11,23 @@ import pytest
 
 from jax_turbobus.bench import experts, experts_gpu, peers
 from jax_turbobus.bench._experts_bounds import best_bound
-from jax_turbobus.bench.experts_gpu import layers, parts
+from jax_turbobus.bench._report import Timing
+from jax_turbobus.bench.experts_gpu import _kernels, layers, overlap, parts, steps
 from jax_turbobus.bench.experts_gpu._kernels import kernel_seconds
 from jax_turbobus.bench.experts_gpu._setup import Setup
 from jax_turbobus.moe._traffic import ExchangeShape
+
+
+def setup_of(has_peers):
+    return Setup(jax.devices()[:2], rounds=1, shrink=256, has_peers=has_peers)
+
+
+def wrong(rows):
+    return [
+        row
+        for row in rows
+        if row.failed and ("error" in row.metric or "off from" in row.metric)
+    ]
 
 
 @pytest.mark.parametrize("has_peers", [True, False])
@@ -21,32 +36,105 @@ from jax_turbobus.moe._traffic import ExchangeShape
 )
 def test_every_case_runs_and_is_exact(case, has_peers, monkeypatch):
     monkeypatch.setattr(parts, "SIZES", layers.SIZES[1:2])
-    setup = Setup(jax.devices()[:2], rounds=1, shrink=256, has_peers=has_peers)
-    rows = list(experts_gpu.CASES[case](setup))
+    name = [*steps._MODELS][has_peers]
+    monkeypatch.setattr(steps, "_MODELS", {name: steps._MODELS[name]})
+    rows = list(experts_gpu.CASES[case](setup_of(has_peers)))
     assert rows
-    wrong = [
-        row
-        for row in rows
-        if row.failed and ("error" in row.metric or "off from" in row.metric)
-    ]
-    assert not wrong
+    assert not wrong(rows)
     assert len({(row.case, row.metric, row.peer_name) for row in rows}) == len(rows)
 
 
-def test_the_layers_are_compared_with_every_peer(monkeypatch):
-    assert layers._NUM_LAYERS == (1, 8)
+def test_the_layers_are_compared_at_each_size_alone_and_eight_in_a_program(monkeypatch):
+    asked = []
+    monkeypatch.setattr(experts, "compare", lambda args: asked.append(args) or [])
+    for has_peers in (True, False):
+        setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=has_peers)
+        assert list(experts_gpu.CASES["layers"](setup)) == []
+        sizes = [(a.tokens, a.hidden, a.experts, a.topk, a.layers) for a in asked]
+        assert sizes == [(*size, n) for size in layers.SIZES for n in (1, 8)]
+        everyone = set(peers.EXACT) - (set() if has_peers else {"ragged_all_to_all"})
+        assert all(set(a.only.split(",")) == everyone for a in asked)
+        assert all(a.has_peers is has_peers for a in asked)
+        assert all("1.25" in a.slack and not a.forward_only for a in asked)
+        asked.clear()
+
+
+def test_two_layers_at_a_tiny_size(monkeypatch):
     monkeypatch.setattr(layers, "_NUM_LAYERS", (1, 2))
     monkeypatch.setattr(layers, "SIZES", [(128, 64, 8, 2)])
-    setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=True)
+    monkeypatch.setattr(layers, "_exact", lambda setup: ["allgather_filter"])
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=False)
     rows = list(experts_gpu.CASES["layers"](setup))
     assert len({(row.case, row.metric, row.peer_name) for row in rows}) == len(rows)
     for num_layers, unit in ((1, "ms"), (2, "ms a layer")):
         these = [row for row in rows if row.program == {"layers": num_layers}]
-        by_peer = {row.peer_name for row in these if row.metric == f"forward, {unit}"}
-        assert by_peer == {"allgather_filter", "padded_all_to_all", "one_copy_padded"}
+        for metric in ("forward", "forward + backward"):
+            (row,) = [row for row in these if row.metric == f"{metric}, {unit}"]
+            assert row.peer_name == "allgather_filter"
         errors = [row for row in these if "largest error" in row.metric]
-        assert len(errors) == 2 * 4 * (2 if num_layers == 1 else 1)
+        assert len(errors) == 2 * 2
         assert not any(row.failed or row.note for row in errors)
+    (counted,) = [row for row in rows if "exchange_stats" in row.metric]
+    assert counted.ratio == 1
+
+
+def test_a_step_with_a_wrong_exchange_is_caught(monkeypatch):
+    def off(case, *arguments):
+        return peers.one_copy_padded(case, *arguments) * 1.05
+
+    monkeypatch.setattr(steps, "_PEERS", ("one_copy_padded",))
+    monkeypatch.setattr(steps, "_MODELS", {"tiny": (32, 64, 64, 8, 2)})
+    monkeypatch.setitem(peers.EVERYONE, "one_copy_padded", off)
+    rows = list(steps.steps(setup_of(has_peers=True)))
+    assert {row.metric.split(",")[0] for row in wrong(rows)} == {"loss", "gradients"}
+
+
+def test_of_a_step_the_exchange_is_what_the_experts_do_not_take():
+    def row_of(ours, peer, alone):
+        times = {"ours": ours, "a peer": peer, "experts alone": alone}
+        timings = {name: Timing(seconds) for name, seconds in times.items()}
+        rows = steps._times("case", timings, "ours", "a peer")
+        return {row.metric: row for row in rows}
+
+    # Rounds drift; what is left of each does not.
+    rows = row_of((11.0, 21.0, 12.0), (14.0, 24.0, 15.0), (10.0, 20.0, 11.0))
+    assert rows["exchange in the step, ms"].ratio == 0.25
+    assert rows["exchange in the step, ms"].ok
+    share = rows["exchange's share of the step"]
+    assert (share.ours, share.peer) == (1 / 12, 4 / 15)
+    noise = row_of((9.0,) * 3, (14.0,) * 3, (10.0,) * 3)
+    assert all(noise[m].failed for m in noise if m.startswith("exchange"))
+
+
+def test_chunks_that_compute_something_else_are_caught(monkeypatch):
+    real = overlap.moe.expert_parallel
+
+    def off(*args, num_chunks, **kwargs):
+        return real(*args, num_chunks=num_chunks, **kwargs) * (1 + 0.1 * num_chunks)
+
+    monkeypatch.setattr(overlap.moe, "expert_parallel", off)
+    rows = list(overlap.overlap(setup_of(has_peers=True)))
+    assert [row.metric.split(":")[1] for row in wrong(rows)] == [" 4 chunks"]
+
+
+def test_hidden_is_what_chunks_save_of_what_the_layer_adds_to_its_experts():
+    times = {"experts": 4.0, "1": 8.0, "2": 6.5, "4": 5.0, "8": 7.0}
+    timings = {name: Timing((t, t + 1, t)) for name, t in times.items()}
+    best, rows = overlap._shares("case", "forward", timings, (2, 4, 8))
+    assert best == 4
+    shares = {row.metric: row for row in rows if "share" in row.metric}
+    four = shares["forward: 4 chunks: hidden share of the exchange"]
+    assert (four.ours, four.peer) == (0.75, 0.75)  # all that four chunks can hide
+    two = shares["forward: 2 chunks: hidden share of the exchange"]
+    assert (two.ours, two.peer) == (0.375, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "experts", "most"),
+    [(1, 8, 0), (2, 8, 4), (4, 8, 6), (8, 8, 7), (2, 2, 2), (4, 4, 4), (4, 1e9, 6)],
+)
+def test_first_dispatch_and_last_combine_cannot_be_hidden(num_chunks, experts, most):
+    assert overlap._can_hide(num_chunks, 8, experts) == most
 
 
 def test_both_programs_are_judged_at_the_sizes_asked(monkeypatch):
@@ -72,6 +160,41 @@ def test_a_case_that_fails_is_a_row(monkeypatch):
     )
     (row,) = experts_gpu.run(args)
     assert row.failed
+
+
+def test_kernels_are_steps_by_their_names():
+    inside = "turbobus::moe::cuda::(anonymous namespace)::"
+    seconds = {
+        f"void {inside}Send<int4>({inside}Shape, int)": 4.0,
+        f"void {inside}Sum<float, float>({inside}Shape)": 2.0,
+        f"{inside}SmallPlan(int)": 1.0,
+        f"void {inside}Partial<bf16>(Sum<int>)": 0.5,
+        "MemcpyP2P": 8.0,
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": 16.0,
+        "loop_multiply_fusion": 32.0,
+        "SumRowsOfSomebody<int>()": 64.0,
+    }
+    assert _kernels.by_step(seconds) == {
+        "count": 1.0,
+        "pack": 0.0,
+        "send": 12.0,
+        "expand": 0.0,
+        "partial sums": 0.5,
+        "sums": 2.0,
+        "experts": 112.0,
+    }
+    assert _kernels.matmul_seconds(seconds) == 16.0
+
+
+def test_our_kernels_are_all_in_a_step():
+    named = {name for names in _kernels.STEPS.values() for name in names}
+    sources = pathlib.Path(__file__).parents[2] / "cc/moe/cuda"
+    for path in sources.glob("*.cu"):
+        if path.name.startswith("ragged"):
+            continue
+        text = re.sub(r"__launch_bounds__\(\w+\)", "", path.read_text())
+        for kernel in re.findall(r"__global__ void\s+(\w+)\(", text):
+            assert kernel in named, f"{path.name}: {kernel}"
 
 
 def test_there_are_no_kernels_on_a_cpu():

@@ -41,9 +41,10 @@ def test_layers_in_one_program_are_those_of_the_dense_reference(num_layers, dtyp
     ids = layers.arguments[1::3]
     assert len(ids) == layers.num_layers == num_layers
     assert not any((ids[0] == other).all() for other in ids[1:])
-    race = Race(layers, "case", MINE | EXACT, has_backward=True)
+    schemes = MINE | (EXACT if num_layers == 2 else {})
+    race = Race(layers, "case", schemes, has_backward=True)
     rows = list(race.check())
-    assert len(rows) == 2 * len(MINE | EXACT)
+    assert len(rows) == 2 * len(schemes)
     assert not race.wrong
     for row in rows:
         assert row.ours <= float((rows[0].required or "").removeprefix("<= "))
@@ -68,7 +69,7 @@ def off_backwards(case, *arguments):
     return wrong_gradient(peers.allgather_filter(case, *arguments))
 
 
-@pytest.mark.parametrize("num_layers", [1, 8])
+@pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_wrong_result_of_ours_fails_and_of_a_peer_is_out_of_the_race(num_layers):
     schemes = {
         "ours": slightly_off,
@@ -121,6 +122,27 @@ def test_times_are_of_one_layer_and_judged_beside_the_best_peer(monkeypatch):
     assert host.ours > 0
     assert host.peer_name == "allgather_filter"
     assert all(row.program == {"layers": 8} for row in rows)
+
+
+def test_a_peer_without_memory_is_left_out_but_never_ours(monkeypatch):
+    schemes = MINE | {"allgather_filter": EXACT["allgather_filter"]}
+    race = Race(data(1), "case", schemes, has_backward=True)
+    layer, poor = race.layer, "allgather_filter"
+
+    def program(self, metric, scheme):
+        def fail():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 59 GiB")
+
+        return fail if scheme is schemes[poor] else programs[metric]
+
+    programs = {metric: layer.program(metric, MINE["ours"]) for metric in race.metrics}
+    monkeypatch.setattr(_layer.Layer, "program", program)
+    rows = list(race.check())
+    assert [row.metric for row in rows if row.note] == [f"{poor}: forward: failed"]
+    assert [*race.schemes] == ["ours"]
+    poor = "ours"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="59 GiB"):
+        list(race.check())
 
 
 def test_what_xla_lacks_is_left_out_but_never_ours():
