@@ -54,7 +54,7 @@ Status DirectDispatch(const Caller& caller, const GpuDispatch& call,
   };
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchSend(call.shape, args, stream), "send kernel"));
-  TB_RETURN_IF_ERROR(visit.Meet());
+  TB_RETURN_IF_ERROR(visit.MeetLast());
   if (!call.is_deduplicated) return OkStatus();
   return visit.Check(
       LaunchExpand(call.shape, scratch.arrivals, call.rows, stream),
@@ -87,7 +87,7 @@ Status DirectCombine(const Caller& caller, const GpuCombine& call,
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchPartial(shape, call.dtype, args, caller.stream),
                   "partial-sum kernel"));
-  TB_RETURN_IF_ERROR(visit.Meet());
+  TB_RETURN_IF_ERROR(visit.MeetLast());
   return visit.Check(LaunchSum(shape, call.dtype, args, caller.stream),
                      "sum kernel");
 }
@@ -118,7 +118,7 @@ Status DirectCombineGrad(const Caller& caller, const GpuCombineGrad& call,
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchGradExpand(call.shape, call.dtype, args, caller.stream),
                   "gradient expand kernel"));
-  return visit.Meet();
+  return visit.MeetLast();
 }
 
 GpuTraffic::Kind DirectKind(const Caller& caller, GpuTraffic::Op op) {

@@ -261,6 +261,63 @@ TEST_F(GpuExchangeTest, AKernelThatCannotBeLaunchedFailsAllRanks) {
   EXPECT_EQ(ranks.meeting().num_open(), 0);
 }
 
+/// What a rank that fails gives back to its program is not written by others
+/// behind its back: the program's stream waits for what they have enqueued.
+TEST_F(GpuExchangeTest, NothingIsWrittenIntoMemoryOfACallThatHasFailed) {
+  const Case c = {.num_tokens = 20000, .top_k = 2, .hidden = 2048};
+  const Shape shape = ToShape(ToConfig(c), 0);
+  Ranks ranks(c.num_ranks);
+  std::vector<DeviceBytes> rows, ids, slots, weights, boxes, sums;
+  const int64_t num_choices = int64_t{c.num_tokens} * c.top_k;
+  for (int r = 0; r < c.num_ranks; ++r) {
+    ASSERT_EQ(cudaSetDevice(ranks.devices()[r]), cudaSuccess);
+    rows.emplace_back(shape.num_rows * shape.row_bytes, 1);
+    // Every token has the row of its number on both ranks.
+    std::vector<int32_t> experts(num_choices);
+    std::vector<int32_t> places(num_choices);
+    for (int64_t i = 0; i < num_choices; ++i) {
+      experts[i] = i % 2 == 0 ? 0 : c.num_experts - 1;
+      places[i] = static_cast<int32_t>(i / 2);
+    }
+    ids.emplace_back(ToBytes(experts));
+    slots.emplace_back(ToBytes(places));
+    weights.emplace_back(num_choices * 4, 0);
+    sums.emplace_back(c.num_tokens * shape.row_bytes, 0);
+    boxes.push_back(
+        DeviceBytes::Scratch(ScratchBytes({}, GpuCombine{.shape = shape})));
+  }
+  // The last row that rank 0 writes into the memory of rank 1.
+  uint8_t* const last_row =
+      boxes[1].as() + (c.num_tokens - 1) * shape.row_bytes;
+  const std::vector<Status> said = ranks.Run([&](int r) {
+    GpuCombine call = {.shape = ToShape(ToConfig(c), r),
+                       .dtype = r == 1 ? DType::kOther : DType::kF32,
+                       .rows = rows[r].as(),
+                       .expert_ids = ids[r].as<int32_t>(),
+                       .slots = slots[r].as<int32_t>(),
+                       .has_weights = true,
+                       .weights = weights[r].as(),
+                       .sums = sums[r].as(),
+                       .scratch = boxes[r].as()};
+    const Status status = RunCombine(ranks.Next(r), call);
+    // The next program has the memory.
+    if (r == 1) {
+      EXPECT_EQ(cudaMemsetAsync(last_row, kUnwritten, shape.row_bytes,
+                                ranks.stream(r)),
+                cudaSuccess);
+    }
+    return status;
+  });
+  for (const Status& status : said) {
+    EXPECT_EQ(status.code(), StatusCode::kInternal) << status;
+  }
+  std::vector<uint8_t> got(shape.row_bytes);
+  ASSERT_EQ(
+      cudaMemcpy(got.data(), last_row, got.size(), cudaMemcpyDeviceToHost),
+      cudaSuccess);
+  EXPECT_EQ(got, std::vector<uint8_t>(shape.row_bytes, kUnwritten));
+}
+
 TEST_F(GpuExchangeTest, ARankThatStaysAwayIsNamedByAllOthers) {
   const Case c = {.num_ranks = 3, .num_experts = 6};
   const std::vector<Rank> want = Reference(c, 4);

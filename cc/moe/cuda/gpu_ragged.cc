@@ -18,7 +18,7 @@ Status RunRaggedPush(const Caller& caller, const GpuRagged& call) {
                                .report = *report};
   TB_RETURN_IF_ERROR(visit.Check(
       LaunchRaggedPush(call.sizes, args, caller.stream), "push kernel"));
-  return visit.Meet();
+  return visit.MeetLast();
 }
 
 Status RunRaggedSum(const Caller& caller, const GpuRagged& call) {
@@ -31,7 +31,7 @@ Status RunRaggedSum(const Caller& caller, const GpuRagged& call) {
   TB_RETURN_IF_ERROR(
       visit.Check(LaunchRaggedSum(call.sizes, call.dtype, args, caller.stream),
                   "row-sum kernel"));
-  return visit.Meet();
+  return visit.MeetLast();
 }
 
 }  // namespace turbobus::moe::cuda

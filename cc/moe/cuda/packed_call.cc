@@ -265,7 +265,7 @@ Status PackedCall::EndTransfers() {
     }
   }
   transfers_.clear();
-  TB_RETURN_IF_ERROR(visit_.MeetWith(std::move(values), std::move(keep)));
+  TB_RETURN_IF_ERROR(visit_.MeetLast(std::move(values), std::move(keep)));
   for (int r = 0; r < shape_.num_ranks; ++r) {
     auto* const event =
         reinterpret_cast<cudaEvent_t>(visit_.Value(r, shape_.rank));

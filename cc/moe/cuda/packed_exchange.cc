@@ -80,7 +80,7 @@ Status PackedCall::MailDispatch(const GpuDispatch& call) {
                         .index = nullptr,
                         .is_shared = true};
   TB_RETURN_IF_ERROR(Pack(call, outbox, true, true));
-  TB_RETURN_IF_ERROR(visit_.Meet());
+  TB_RETURN_IF_ERROR(visit_.MeetLast());
   return Unpack(call, boxes);
 }
 
@@ -151,7 +151,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
       Check(LaunchPartial(shape_, call.dtype, args, caller_.stream),
             "partial-sum kernel"));
   if (layout_.is_mailed) {
-    TB_RETURN_IF_ERROR(visit_.Meet());
+    TB_RETURN_IF_ERROR(visit_.MeetLast());
   } else {
     TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
     TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/false));
@@ -221,7 +221,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
       Check(LaunchGradExpand(shape_, call.dtype, args, caller_.stream),
             "gradient expand kernel"));
   if (layout_.is_mailed) {
-    TB_RETURN_IF_ERROR(visit_.Meet());
+    TB_RETURN_IF_ERROR(visit_.MeetLast());
   } else {
     TB_RETURN_IF_ERROR(
         Check(cudaMemcpyAsync(mailed_grads, grads,

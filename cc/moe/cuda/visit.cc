@@ -16,6 +16,30 @@ constexpr std::chrono::microseconds kSleep{20};
 
 }  // namespace
 
+Visit::~Visit() {
+  if (has_failed_ && is_between_) Part();
+}
+
+/// A meeting of its own, since that of the call fails for everybody. Ranks come
+/// to it as soon as they hear of the failure; who has passed the last meeting
+/// has no peer that can still fail between.
+void Visit::Part() {
+  CallKey key = caller_.key;
+  key.group = -1 - key.group;  // No call's.
+  BlockingMeeting::Record record;
+  // A rank without an event has lost its device, which does nothing any more.
+  const auto event =
+      EventPool::Process().Record(caller_.device, caller_.stream);
+  record.values = {event.ok() ? reinterpret_cast<uint64_t>(event->get()) : 0};
+  if (event.ok()) record.keep = *event;
+  const auto records = caller_.meeting->Meet(key, 0, Who(), std::move(record));
+  if (!records.ok()) return;
+  for (const BlockingMeeting::Record& peer : **records) {
+    auto* const end = reinterpret_cast<cudaEvent_t>(peer.values[0]);
+    if (end != nullptr) (void)cudaStreamWaitEvent(caller_.stream, end, 0);
+  }
+}
+
 Status Visit::Meet(std::vector<const void*> addresses) {
   std::vector<uint64_t> values;
   values.reserve(addresses.size());
@@ -31,6 +55,12 @@ Status Visit::MeetWith(std::vector<uint64_t> values,
   const Status status = Check(Try(std::move(values), std::move(keep)));
   Step("met");
   return status;
+}
+
+Status Visit::MeetLast(std::vector<uint64_t> values,
+                       std::shared_ptr<void> keep) {
+  is_last_ = true;
+  return MeetWith(std::move(values), std::move(keep));
 }
 
 StatusOr<SharedEvent> Visit::Mark() {
@@ -51,7 +81,10 @@ Status Visit::Check(cudaError_t error, const char* what) {
 }
 
 Status Visit::Check(const Status& status) {
-  if (!status.ok()) caller_.meeting->Fail(caller_.key, Who(), status);
+  if (!status.ok()) {
+    has_failed_ = true;
+    caller_.meeting->Fail(caller_.key, Who(), status);
+  }
   return status;
 }
 
@@ -73,6 +106,7 @@ Status Visit::Try(std::vector<uint64_t> values, std::shared_ptr<void> keep) {
   TB_ASSIGN_OR_RETURN(
       BlockingMeeting::Records records,
       caller_.meeting->Meet(caller_.key, phase_++, Who(), std::move(record)));
+  is_between_ = !is_last_;
   for (int r = 0; r < caller_.num_ranks; ++r) {
     if (r == caller_.rank) continue;
     auto* const peer_event =

@@ -21,6 +21,12 @@ namespace turbobus::moe::cuda {
 class Visit {
  public:
   explicit Visit(const Caller& caller) : caller_(caller) {}
+  /// If the call has failed after its first meeting and before its last one,
+  /// others may have enqueued what writes into this rank's memory: makes the
+  /// stream wait for it. Blocks until they have said so, or their time is over.
+  ~Visit();
+  Visit(const Visit&) = delete;
+  Visit& operator=(const Visit&) = delete;
 
   /// Tells the others that all before this is enqueued here, and makes the
   /// stream wait until it is done everywhere. `addresses` are swapped. Blocks
@@ -30,6 +36,10 @@ class Visit {
   /// The same with values of any meaning, and what has to live until the visits
   /// of all ranks are over.
   Status MeetWith(std::vector<uint64_t> values, std::shared_ptr<void> keep);
+
+  /// The same, after which no rank touches another's memory.
+  Status MeetLast(std::vector<uint64_t> values = {},
+                  std::shared_ptr<void> keep = nullptr);
 
   /// Value number `index` of a rank, from the last meeting that swapped some.
   uint64_t Value(int rank, int index) const {
@@ -73,9 +83,13 @@ class Visit {
   BlockingMeeting::Rank Who() const;
   Status Try(std::vector<uint64_t> values, std::shared_ptr<void> keep);
   Status TryAwaitOnHost(const SharedEvent& mark);
+  void Part();
 
   const Caller& caller_;
   int phase_ = 0;
+  bool is_last_ = false;     // The meeting that comes or has come.
+  bool is_between_ = false;  // After the first meeting, before the last.
+  bool has_failed_ = false;
   BlockingMeeting::Records records_;
   // Of all meetings: what they keep is in use until the end.
   std::vector<BlockingMeeting::Records> all_records_;
