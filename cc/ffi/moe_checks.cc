@@ -27,8 +27,12 @@ Status CheckPlan(const Sizes& sizes, const AnyBuffer& group_sizes,
 
 Status CheckSum(const Sizes& sizes, moe::Element element,
                 const AnyBuffer& slots, const AnyBuffer* weights) {
-  TB_RETURN_IF_ERROR(Check(slots, "slots", sizes.Choices(), xla::ffi::S32));
-  if (weights == nullptr) return OkStatus();
+  TB_RETURN_IF_ERROR(CheckShape(slots, "slots", sizes.Choices()));
+  const bool is_transpose = weights == nullptr;
+  if (!is_transpose || slots.element_type() != xla::ffi::F32) {
+    TB_RETURN_IF_ERROR(CheckType(slots, "slots", xla::ffi::S32));
+  }
+  if (is_transpose) return OkStatus();
   return Check(*weights, "weights", sizes.Choices(), WeightType(element));
 }
 

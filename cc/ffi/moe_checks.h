@@ -18,7 +18,9 @@ Status CheckPlan(const Sizes& sizes, const xla::ffi::AnyBuffer& group_sizes,
                  const xla::ffi::AnyBuffer& wanted,
                  const xla::ffi::AnyBuffer& slots);
 
-/// What says which rows are added up, and how: `weights` may be null.
+/// What says which rows are added up, and how. Null `weights`: the transpose of
+/// dispatch, whose slots may also come as the bits of float32 (a gradient hands
+/// them on so: jax_turbobus/moe/_halves.py).
 Status CheckSum(const Sizes& sizes, moe::Element element,
                 const xla::ffi::AnyBuffer& slots,
                 const xla::ffi::AnyBuffer* weights);

@@ -94,6 +94,10 @@ def test_right_buffers_are_taken(target):
     call(target, {})
 
 
+def test_a_gradient_hands_on_its_slots_as_the_bits_of_floats():
+    call("dispatch_grad", {"slots": (CHOICES, F32)})
+
+
 @pytest.mark.parametrize(("target", "name", "wrong"), list(buffers()))
 def test_a_wrong_buffer_is_refused_by_name(target, name, wrong):
     with pytest.raises(jax.errors.JaxRuntimeError) as error:

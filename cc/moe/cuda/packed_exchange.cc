@@ -217,6 +217,13 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
   for (int r = 0; r < shape_.num_ranks; ++r) {
     args.weight_grads.of[r] = grads + r * layout_.grad_bytes();
   }
+  if (!layout_.is_mailed) {
+    // Slots without a row here stay zeros: all are copied.
+    TB_RETURN_IF_ERROR(
+        Check(cudaMemsetAsync(grads, 0, shape_.num_ranks * layout_.grad_bytes(),
+                              caller_.stream),
+              "zeroing of weight gradients"));
+  }
   TB_RETURN_IF_ERROR(
       Check(LaunchGradExpand(shape_, call.dtype, args, caller_.stream),
             "gradient expand kernel"));
