@@ -2,9 +2,8 @@
 
 What ranks must know of each other (a key that names the call, and everybody's
 offsets and sizes) is gathered in the lowering: so each call in a program has a key of
-its own, whatever JAX's transforms did to the call before. GPUs that reach each other's
-memory need neither: a call is known by its place in the run, and tables are read where
-they lie.
+its own, whatever JAX's transforms did to the call before. GPUs of one process need neither: a
+call is known by its place in the run, and tables are read where they lie, or mailed.
 """
 
 import functools
@@ -389,22 +388,47 @@ def _gpu_ranks(ctx: Any, axes: tuple[Any, ...], groups: Groups) -> dict[str, Any
 
 
 def _why_not_on_gpus(
-    ctx: Any, num_slices: int, sizes: tuple[int, ...], groups: Groups
+    ctx: Any, num_slices: int, num_batches: int, num_rows: int, num_ranks: int
 ) -> str | None:
-    num_ranks = len(groups[0]) if groups else math.prod(sizes)
+    """Returns why handlers for GPUs cannot do it, or None.
+
+    Args:
+      ctx: of the lowering.
+      num_slices: of each rank.
+      num_batches: entries of the leading axis.
+      num_rows: the most rows of an operand or result, of all batches together.
+      num_ranks: that exchange with each other.
+    """
     if num_ranks > _MAX_GPU_RANKS:
         return f"{num_ranks} ranks, at most {_MAX_GPU_RANKS} on GPUs"
     if num_slices > _MAX_GPU_SLICES:
         return f"{num_slices} slices, at most {_MAX_GPU_SLICES} on GPUs"
-    return _devices.why_not_on_gpus(ctx)
+    apart = _devices.why_apart_on_gpus(ctx)
+    if apart is not None or (host := _devices.why_through_host(ctx)) is None:
+        return apart
+    # There a rank's rows are packed piece by piece: slices, cut where others meet them.
+    num_pieces = 2 * num_slices * num_ranks * num_batches
+    if num_pieces > _MAX_GPU_SLICES:
+        return (
+            f"{host}, and {num_slices} slices on {num_ranks} ranks in {num_batches} "
+            f"batches can be {num_pieces} pieces, at most {_MAX_GPU_SLICES}"
+        )
+    if num_rows * (num_ranks + 1) >= 2**31:
+        return f"{host}, and {num_rows} rows on {num_ranks} ranks are too many to pack"
+    return None
 
 
 def _lower_gpu(primitive: Primitive, ours: Any, anywhere: Any) -> None:
     def lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
         _ffi.register()
         axes, sizes, groups = params["axes"], params["sizes"], params["groups"]
-        num_slices = ctx.avals_in[-1].shape[-1]
-        reason = _why_not_on_gpus(ctx, num_slices, sizes, groups)
+        rows, *_, table = ctx.avals_in
+        batches = rows.shape[0]
+        most_rows = max(rows.shape[1], ctx.avals_out[0].shape[1])
+        num_ranks = len(groups[0]) if groups else math.prod(sizes)
+        reason = _why_not_on_gpus(
+            ctx, table.shape[-1], batches, batches * most_rows, num_ranks
+        )
         if reason is None:
             options: dict[str, Any] = {"ranks": _gpu_ranks(ctx, axes, groups)}
             if primitive is _exchange_p:

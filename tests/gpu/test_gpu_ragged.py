@@ -283,16 +283,53 @@ def test_a_slice_that_does_not_fit_is_told_of_by_a_later_call():
     np.testing.assert_array_equal(run(operand, output, *fields), want)
 
 
-CODE = """
+APART = """
 import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import numpy as np
 import test_gpu_ragged as t
 t.test_every_row_and_every_gradient()
+t.test_groups_exchange_among_themselves()
+t.test_the_program_holds_our_calls_and_no_gather()
+fields = t.fields_of(1)
+operand, output = t.rows(0, t.OPERAND_ROWS, 24), t.rows(1, t.OUTPUT_ROWS, 24)
+run = t.mapped(t.call)
+bad = [f.copy() for f in fields]
+bad[0][0, 0] = t.OPERAND_ROWS - 1
+bad[1][0, 0] = bad[3][0, 0] = 5
+try:
+    run(operand, output, *bad)
+    print("no error")
+except Exception as error:
+    print("at once:", error)
+want = t.slow(operand, output, fields)
+np.testing.assert_array_equal(run(operand, output, *fields), want)
+print("done")
 """
 
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices share one memory")
-def test_gpus_without_peer_access_give_the_same_and_say_why():
-    said = run_python(CODE, JAX_TURBOBUS_PEER_ACCESS="0")
-    assert "plain JAX collectives: GPU 0 cannot reach the memory of GPU 1" in said
-    assert "plain JAX collectives" not in run_python(CODE)
+def test_gpus_without_peer_access_give_the_same_and_refuse_at_once():
+    said = run_python(APART, JAX_TURBOBUS_PEER_ACCESS="0")
+    assert "plain JAX collectives" not in said
+    assert "at once:" in said
+    assert "slice 0 of rank 0, for rank 0: input_offsets and send_sizes" in said
+    assert said.rstrip().endswith("done")
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices share one memory")
+def test_more_slices_than_can_be_packed_take_collectives_and_say_why():
+    code = """
+import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import numpy as np
+import test_gpu_ragged as t
+each = 16384 // t.num_ranks() ** 2
+fields = t.fields_of(1, each=each, operand_rows=each * 4, output_rows=each * 16)
+operand, output = t.rows(0, each * 4, 8), t.rows(1, each * 16, 8)
+want = t.slow(operand, output, fields)
+np.testing.assert_array_equal(t.mapped(t.call)(operand, output, *fields), want)
+"""
+    said = run_python(code, JAX_TURBOBUS_PEER_ACCESS="0")
+    assert "plain JAX collectives: GPU 0 cannot reach the memory of GPU 1, and" in said
+    assert "pieces, at most 16384" in said

@@ -187,6 +187,7 @@ Error Run(const GpuContext& context, const RaggedExchange& exchange,
     TB_ASSIGN_OR_RETURN(const Caller caller,
                         FindCaller(context, exchange.Whole(), kOp));
     GpuRagged call;
+    call.allocate = context.allocate;
     if (const Status status = prepare(caller, call); !status.ok()) {
       return TellOthers(caller, status);
     }

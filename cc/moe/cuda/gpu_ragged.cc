@@ -1,11 +1,13 @@
 #include "moe/cuda/gpu_ragged.h"
 
+#include "moe/cuda/packed_ragged.h"
 #include "moe/cuda/ragged_faults.h"
 #include "moe/cuda/visit.h"
 
 namespace turbobus::moe::cuda {
 
 Status RunRaggedPush(const Caller& caller, const GpuRagged& call) {
+  if (!caller.wiring.is_direct) return PackedRaggedPush(caller, call);
   Visit visit(caller);
   const auto report = RaggedFaults::Process().Begin(caller.device);
   TB_RETURN_IF_ERROR(visit.Check(report.status()));
@@ -22,6 +24,7 @@ Status RunRaggedPush(const Caller& caller, const GpuRagged& call) {
 }
 
 Status RunRaggedSum(const Caller& caller, const GpuRagged& call) {
+  if (!caller.wiring.is_direct) return PackedRaggedSum(caller, call);
   Visit visit(caller);
   TB_RETURN_IF_ERROR(visit.Meet({call.table, call.source}));
   const RaggedSumArgs args = {.tables = visit.Addresses<const int32_t>(0),

@@ -2,6 +2,7 @@
 #define TURBOBUS_MOE_CUDA_GPU_RAGGED_H_
 
 #include <cstdint>
+#include <functional>
 
 #include "base/status.h"
 #include "moe/cuda/gpu_exchange.h"
@@ -24,12 +25,15 @@ struct GpuRagged {
   uint8_t* result = nullptr;
   bool is_onto_zeros = false;  // Forward: `output` is zeros.
   void* scratch = nullptr;     // As the kernel wants it.
+  /// Device memory that is the call's until its stream has passed it: how much,
+  /// is known only when the tables are. Not asked where the wiring is direct.
+  std::function<StatusOr<void*>(int64_t size_bytes)> allocate;
 };
 
 // DEADLINE_EXCEEDED if a rank does not come, INTERNAL if an enqueue fails, on
 // all ranks of the call. INVALID_ARGUMENT, likewise, if an earlier call of the
 // process had a slice that did not fit: which nobody knew before its kernel
-// ran.
+// ran; without peer access, if this call has one.
 Status RunRaggedPush(const Caller& caller, const GpuRagged& call);
 Status RunRaggedSum(const Caller& caller, const GpuRagged& call);
 

@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -67,6 +69,10 @@ class RaggedRank {
         Bytes(is_sum() ? RaggedSumScratchBytes(call_.sizes)
                        : RaggedPushScratchBytes(call_.sizes)));
     call_.scratch = scratch_->data();
+    call_.allocate = [this](int64_t size_bytes) -> StatusOr<void*> {
+      boxes_.push_back(testing::DeviceBytes::Scratch(size_bytes));
+      return boxes_.back().as<void>();
+    };
   }
 
   Status Run(const Caller& caller) const {
@@ -83,6 +89,7 @@ class RaggedRank {
   bool is_sum() const { return call_.dtype != DType::kOther; }
 
   GuardedBuffer table_, source_, result_;
+  std::deque<testing::DeviceBytes> boxes_;
   std::unique_ptr<GuardedBuffer> scratch_;
   GpuRagged call_;
 };
@@ -105,8 +112,7 @@ struct Outcome {
 };
 
 inline Outcome RunOnGpus(const Problem& problem, DType dtype,
-                         int num_calls = 1) {
-  testing::Ranks ranks(problem.sizes.num_ranks);
+                         testing::Ranks& ranks, int num_calls) {
   const auto on_gpus = OnGpus(problem, ranks, dtype);
   Outcome outcome;
   outcome.statuses = ranks.Run([&](int rank) {
@@ -118,6 +124,24 @@ inline Outcome RunOnGpus(const Problem& problem, DType dtype,
   });
   for (const auto& rank : on_gpus) outcome.results.push_back(rank->Result());
   return outcome;
+}
+
+inline Outcome RunOnGpus(const Problem& problem, DType dtype,
+                         int num_calls = 1) {
+  testing::Ranks ranks(problem.sizes.num_ranks);
+  return RunOnGpus(problem, dtype, ranks, num_calls);
+}
+
+/// The same of ranks that do not reach each other's memory.
+inline Outcome RunApart(const Problem& problem, DType dtype,
+                        int num_calls = 1) {
+  Wiring wiring;
+  wiring.is_direct = false;
+  for (int r = 0; r < problem.sizes.num_ranks; ++r) {
+    wiring.devices.push_back(testing::DeviceOf(r));
+  }
+  testing::Ranks ranks(wiring, std::chrono::seconds(20));
+  return RunOnGpus(problem, dtype, ranks, num_calls);
 }
 
 inline void ExpectSame(const Outcome& got, const std::vector<Bytes>& want) {
