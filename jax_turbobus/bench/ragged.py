@@ -126,7 +126,7 @@ def _program(
 
 
 def exchanges(
-    mesh: Mesh, mib: float, rounds: int, *, prefix: str = "", is_asked: bool = True
+    mesh: Mesh, mib: float, rounds: int, *, prefix: str = "", has_peers: bool = True
 ) -> list[Row]:
     """Returns the times of balanced exchanges.
 
@@ -135,7 +135,8 @@ def exchanges(
       mib: what a rank sends, itself included: MiB.
       rounds: measurements of each.
       prefix: of the rows' case.
-      is_asked: whether the bounds are asked for here.
+      has_peers: GPUs reach each other's memory. XLA's ragged exchange always does: it
+        is no peer where they do not.
 
     Raises:
       RuntimeError: ours gives another result than the dense all-to-all.
@@ -164,7 +165,7 @@ def exchanges(
     alone = alternate(
         {"ours": program(ours, 1), "dense": program(_dense, 1)}, rounds=rounds
     )
-    is_bound = is_asked and _is_on_gpus() and mib in (32, 512)
+    is_bound = _is_on_gpus() and mib in (32, 512)
     result = [
         Row.make(
             case,
@@ -183,7 +184,7 @@ def exchanges(
             peer_name="lax.all_to_all",
         ),
     ]
-    if _is_on_gpus():
+    if _is_on_gpus() and has_peers:
         few = _RAGGED_CHAIN if mib < _LARGE_MIB else _LARGE_RAGGED_CHAIN
         found = alternate(
             {"ours": program(ours, chain), "theirs": program(theirs, few)},

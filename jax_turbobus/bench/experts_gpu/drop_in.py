@@ -15,7 +15,7 @@ _MIB = (32, 512)
 
 
 def drop_in(setup: Setup) -> Iterator[Row]:
-    """Yields times of one exchange; without peer access ours is XLA's collectives."""
+    """Yields times of one exchange, of what a rank sends to all, itself included."""
     mesh = Mesh(np.array(setup.devices), ("x",), axis_types=(AxisType.Auto,))
     for mib in _MIB:
         yield from ragged.exchanges(
@@ -23,5 +23,5 @@ def drop_in(setup: Setup) -> Iterator[Row]:
             mib / setup.shrink,
             setup.rounds,
             prefix=f"{setup.access}: drop-in, ",
-            is_asked=setup.has_peers,
+            has_peers=setup.has_peers,
         )

@@ -65,9 +65,9 @@ def overlap(setup: Setup) -> Iterator[Row]:
         required=required,
         note="(T(1) - T(n)) / (T(1) - experts alone), the best number of chunks",
     )
-    yield from _slowdown(case, layer, programs[best], best, matrices)
     if not setup.has_peers:
         yield from _backward(case, setup, layer, best, matrices)
+    yield from _slowdown(case, layer, programs[best], best, matrices)
 
 
 class _Layer:
