@@ -22,6 +22,7 @@ __all__ = [
 
 # Targets that the core, for CPU devices, has not.
 CUDA_ONLY = (
+    "turbobus_moe_count",
     "turbobus_moe_finish",
     "turbobus_ragged_all_to_all_onto_zeros",
     *(

@@ -13,13 +13,14 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_turbobus import _ffi
-from jax_turbobus.moe import _devices, _matching, _primitives
+from jax_turbobus.moe import _devices, _in_flight, _matching, _primitives
 from jax_turbobus.moe._routing import Routing
 
 __all__ = [
     "SUMMABLE",
     "bring",
     "bring_grad",
+    "count",
     "is_empty",
     "send",
     "send_grad",
@@ -39,7 +40,7 @@ def _sized(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _send_avals(tokens: Any, expert_ids: Any, **params: Any) -> Any:
+def _send_avals(tokens: Any, expert_ids: Any, *_: Any, **params: Any) -> Any:
     batch, hidden = tokens.shape[:-2], tokens.shape[-1]
     experts = _sized((*batch, params["num_local_experts"]), jnp.int32)
     rows = _sized((*batch, params["num_rows"], hidden), tokens.dtype)
@@ -73,15 +74,16 @@ class _Exchange:
 
     @classmethod
     def define(
-        cls, name: str, out_avals: Callable[..., Any], int_bits: Sequence[int] = ()
+        cls, name: str, out_avals: Callable[..., Any], **of_start: Any
     ) -> "_Exchange":
         common: Any = {"out_avals": out_avals, "not_attributes": _SIZES}
         whole = _primitives.exchange_primitive(name, **common)
-        start = _primitives.start_primitive(name, whole, int_bits=int_bits, **common)
+        start = _primitives.start_primitive(name, whole, **of_start, **common)
         return cls(whole, start, out_avals)
 
 
-_send = _Exchange.define("dispatch", _send_avals)
+# The start takes what counting it early has returned, too.
+_send = _Exchange.define("dispatch", _send_avals, num_extra=1)
 # The start takes its slots, the last of its data, as the bits of floats (`_halves`).
 _send_grad = _Exchange.define("dispatch_grad", _bring_avals, int_bits=(2,))
 _bring = _Exchange.define("combine", _bring_avals)
@@ -187,20 +189,47 @@ def send(
     rank: jax.Array,
     tokens: jax.Array,
     expert_ids: jax.Array,
-    *,
-    is_start: bool = False,
+    *early: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``."""
+    """Returns ``rows [num_rows, hidden], group_sizes, wanted, slots``.
+
+    Args:
+      routing: of the exchange.
+      rank: that runs this.
+      tokens: ``[num_tokens, hidden]``.
+      expert_ids: ``int32[num_tokens, top_k]``.
+      early: for a start: what `count` returned for the ids.
+    """
     rows, group_sizes, wanted, slots = _bind(
         _send,
         routing,
         rank,
         tokens,
         expert_ids,
+        *early,
         expert_ids=expert_ids,
-        is_start=is_start,
+        is_start=bool(early),
     )
     return rows, group_sizes, wanted, slots
+
+
+def count(
+    routing: Routing, ids: Sequence[jax.Array], row_bytes: int
+) -> list[jax.Array]:
+    """Returns what starts of dispatches take beside tokens and ids.
+
+    Args:
+      routing: of each of them.
+      ids: ``int32[num_tokens, top_k]`` each.
+      row_bytes: of a token.
+    """
+    return _in_flight.count(
+        ids,
+        routing.group.axes,
+        num_rows=np.int64(routing.num_rows),
+        row_bytes=np.int64(row_bytes),
+        **routing.attributes,
+    )
 
 
 def send_grad(

@@ -51,45 +51,72 @@ def _zeros(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 # Send: linear = (tokens, rows, blank), others = (group_sizes, wanted, slots).
 
 
-def start_send(routing: Routing, tokens: jax.Array, expert_ids: jax.Array) -> Handle:
-    """Returns a dispatch under way; see `_linear.send`."""
-    return _start_send(routing, *_linear.with_rank(routing, tokens, expert_ids))
+def start_send(
+    routing: Routing, tokens: jax.Array, expert_ids: jax.Array, early: jax.Array
+) -> Handle:
+    """Returns a dispatch under way; see `_linear.send`.
+
+    Args:
+      routing: of the exchange.
+      tokens: ``[num_tokens, hidden]``.
+      expert_ids: ``int32[num_tokens, top_k]``.
+      early: what `_exchange.count` returned for the ids.
+    """
+    operands = (tokens, expert_ids, early)
+    return _start_send(routing, *_linear.with_rank(routing, *operands))
 
 
-def finish_send(routing: Routing, handle: Handle, expert_ids: jax.Array) -> Any:
-    """Returns ``rows, group_sizes, wanted, slots``."""
-    return _finish_send(routing, handle, expert_ids)
+def finish_send(
+    routing: Routing, handle: Handle, expert_ids: jax.Array, early: jax.Array
+) -> Any:
+    """Returns ``rows, group_sizes, wanted, slots``.
+
+    Args:
+      routing: of the exchange.
+      handle: of its start.
+      expert_ids: as for `start_send`, the same array.
+      early: the same, too.
+    """
+    return _finish_send(routing, handle, expert_ids, early)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _start_send(
-    routing: Routing, rank: jax.Array, tokens: jax.Array, expert_ids: jax.Array
+    routing: Routing,
+    rank: jax.Array,
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    early: jax.Array,
 ) -> Handle:
-    rows, *others = _exchange.send(routing, rank, tokens, expert_ids, is_start=True)
+    rows, *others = _exchange.send(routing, rank, tokens, expert_ids, early)
     return Handle((tokens, rows, _in_flight.blank(others[-1])), tuple(others))
 
 
 def _start_send_forward(routing: Routing, *operands: jax.Array) -> Any:
     handle = _start_send(routing, *operands)
-    return handle, operands[-1]
+    return handle, operands[2]
 
 
 def _start_send_backward(
     routing: Routing, expert_ids: jax.Array, cotangent: Handle
 ) -> Any:
-    return None, _finish_send_grad(routing, Handle(cotangent.linear), expert_ids), None
+    sums = _finish_send_grad(routing, Handle(cotangent.linear), expert_ids)
+    return None, sums, None, None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish_send(routing: Routing, handle: Handle, expert_ids: jax.Array) -> Any:
+def _finish_send(
+    routing: Routing, handle: Handle, expert_ids: jax.Array, early: jax.Array
+) -> Any:
     tokens, rows, _ = handle.linear
-    return tuple(_finish(routing, (rows, *handle.others), (tokens, expert_ids)))
+    results = (rows, *handle.others)
+    return tuple(_finish(routing, results, (tokens, expert_ids, early)))
 
 
 def _finish_send_forward(
-    routing: Routing, handle: Handle, expert_ids: jax.Array
+    routing: Routing, handle: Handle, expert_ids: jax.Array, early: jax.Array
 ) -> Any:
-    results = _finish_send(routing, handle, expert_ids)
+    results = _finish_send(routing, handle, expert_ids, early)
     return results, (expert_ids, results[-1])
 
 
@@ -98,7 +125,7 @@ def _finish_send_backward(routing: Routing, residuals: Any, cotangents: Any) -> 
     bits = lax.bitcast_convert_type(slots, jnp.float32)
     operands = _linear.with_rank(routing, cotangents[0], expert_ids, bits)
     handle = _start_send_grad(routing, *operands)
-    return handle._replace(others=(None,) * 3), None
+    return handle._replace(others=(None,) * 3), None, None
 
 
 _start_send.defvjp(_start_send_forward, _start_send_backward)

@@ -19,7 +19,15 @@ from jax.interpreters import partial_eval as pe
 from jax_turbobus import _compat, _ffi
 from jax_turbobus.moe import _devices
 
-__all__ = ["anchor", "barrier", "blank", "finish", "in_order", "lower_zeros"]
+__all__ = [
+    "anchor",
+    "barrier",
+    "blank",
+    "count",
+    "finish",
+    "in_order",
+    "lower_zeros",
+]
 
 
 def barrier(values: Sequence[Any]) -> list[Any]:
@@ -92,6 +100,46 @@ def finish(
     return _finish_p.bind(  # type: ignore[no-any-return]
         *results, *read, num_results=len(results), axes=axes
     )
+
+
+# `count`: for each dispatch to come, what names its count: the ids themselves, where no
+# host has to know.
+
+_count_p = _define("count", lambda *avals, **params: list(avals))
+
+
+def _lower_count_gpu(ctx: Any, *ids: Any, axes: Any, **attributes: Any) -> Any:
+    is_needed = (
+        _devices.why_apart_on_gpus(ctx) is None
+        and _devices.why_through_host(ctx) is not None
+    )
+    if not is_needed:
+        return list(ids)
+    _ffi.register()
+    rule = jax.ffi.ffi_lowering("turbobus_moe_count")
+    ranks = _devices.ranks_of(ctx, axes)
+    return barrier(rule(ctx, *barrier(ids), **ranks, **attributes))
+
+
+mlir.register_lowering(_count_p, _lower_count_gpu, platform="cuda")
+# Starts are whole exchanges under `vmap`, which are not counted.
+batching.primitive_batchers[_count_p] = lambda args, dims, **params: (args, dims)
+
+
+def count(
+    ids: Sequence[jax.Array], axes: tuple[Any, ...], **attributes: Any
+) -> list[jax.Array]:
+    """Returns ``int32[num_tokens, top_k]`` for each array of ids, not to be read.
+
+    Their starts take them: where GPUs do not reach each other's memory, the host then
+    knows how many rows there are before it comes to a start.
+
+    Args:
+      ids: expert ids of dispatches to come, of one shape.
+      axes: of the ranks.
+      attributes: of the call.
+    """
+    return _count_p.bind(*ids, axes=axes, **attributes)  # type: ignore[no-any-return]
 
 
 # `in_order`: all of its operands are there before any of its results is.

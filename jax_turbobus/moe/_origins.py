@@ -3,8 +3,9 @@
 A large exchange between GPUs that do not reach each other has to know on the host how
 many rows there are. Its dispatch has asked the GPU already, if it is certain that the
 slots are that dispatch's: then the host need not wait for the GPU again
-(cc/moe/cuda/known_totals.h). Certain is what stands in the program; slots that come as
-an argument, or around a loop, may be anyone's.
+(cc/moe/cuda/known_totals.h). So for a dispatch that was counted early. Certain is what
+stands in the program; slots that come as an argument, or around a loop, may be
+anyone's.
 """
 
 from collections.abc import Sequence
@@ -14,33 +15,37 @@ from jax.extend.mlir import ir
 
 __all__ = ["is_counted"]
 
-# Of an exchange's data: the expert ids, and the slots that came of them.
+# Of an exchange's data: the expert ids, and what their slots or early count are.
 _OPERANDS = {
     "combine": (1, 2),
     "combine_grad": (2, 3),
     "dispatch_grad": (1, 2),
+    "dispatch": (1, 2),
 }
-# Who makes slots: operand of ids, result of slots.
-_MAKERS = {"turbobus_moe_dispatch": (1, 3), "turbobus_moe_dispatch_start": (1, 3)}
+_DISPATCHES = ("turbobus_moe_dispatch", "turbobus_moe_dispatch_start")
+_EARLY = "turbobus_moe_count"
 
 
 def is_counted(name: str, data: Sequence[Any]) -> bool:
     """Returns whether an exchange's slots are those of a dispatch by its own ids.
 
+    Or whether a dispatch has been counted early, by its own ids.
+
     Args:
       name: of the exchange.
       data: its operands, IR values.
     """
-    at = _OPERANDS.get(name.removesuffix("_start"))
-    if at is None:
+    name = name.removesuffix("_start")
+    at = _OPERANDS.get(name)
+    if at is None or len(data) <= max(at):
         return False
-    ids, slots = (_origin(data[i]) for i in at)
-    target = _target_of(slots)
-    if target not in _MAKERS:
-        return False
-    ids_operand, slots_result = _MAKERS[target]
-    made_of = slots.owner.operands[ids_operand]
-    return bool(slots.result_number == slots_result and ids == _origin(made_of))
+    ids, made = (_origin(data[i]) for i in at)
+    target = _target_of(made)
+    if name == "dispatch":
+        made_of = made.result_number if target == _EARLY else None
+    else:
+        made_of = 1 if target in _DISPATCHES and made.result_number == 3 else None
+    return made_of is not None and bool(ids == _origin(made.owner.operands[made_of]))
 
 
 def _origin(value: Any) -> Any:

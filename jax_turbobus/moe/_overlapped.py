@@ -40,7 +40,7 @@ def run(
       expert_fn: of rows and group sizes; traced once for all chunks.
       chunks: of one shape.
     """
-    first = chunks[0]
+    first, early = _counted(chunks)
     rows, sizes, state = _dispatch.received(
         first, _linear.send(first.routing, *first.sent)
     )
@@ -57,7 +57,8 @@ def run(
         if i + 1 < len(chunks):
             chunk = _after_sums(chunks[i + 1], sums)
             rows, tokens = _in_flight.in_order(rows, chunk.tokens, on_gpus=True)
-            following = _Dispatching(chunk._replace(tokens=tokens), closed_over)
+            chunk = chunk._replace(tokens=tokens)
+            following = _Dispatching(chunk, early[i], closed_over)
         under_way = [one for one in (following, combining) if one is not None]
         rows = _beside(rows, under_way)
         results = _beside(experts(rows, sizes), under_way)
@@ -84,6 +85,37 @@ def _traced(expert_fn: Any, *args: jax.Array) -> tuple[Any, list[jax.Array]]:
     return lambda *args: function(*args)[0], arrays
 
 
+def _is_whole(operands: _dispatch.Operands) -> bool:
+    """Returns whether a dispatch is no start, but all of it."""
+    routing, tokens, expert_ids, _ = operands
+    return (
+        tokens.dtype.name not in _exchange.SUMMABLE
+        or _exchange.is_empty(routing, tokens, expert_ids)
+        # A slot of -1, as a float, is NaN (`_halves`).
+        or bool(jax.config.jax_debug_nans)  # type: ignore[attr-defined]
+    )
+
+
+def _counted(
+    chunks: Sequence[_dispatch.Operands],
+) -> tuple[_dispatch.Operands, list[jax.Array]]:
+    """Returns the first chunk, and what names the counts of the others.
+
+    GPUs count before the first chunk is dispatched: later they would do it behind the
+    experts of the chunk before, and whose host had to know would wait as long.
+    """
+    first, *others = chunks
+    # For JAX of the tokens, too: it would take a loop's count of ids that are the same
+    # in all steps out of the loop, and nobody knows there what comes in.
+    ids = [_in_flight.anchor(chunk.expert_ids, [first.tokens]) for chunk in others]
+    if not others or _is_whole(first):
+        return first, ids
+    row_bytes = first.tokens.shape[1] * first.tokens.dtype.itemsize
+    early = _exchange.count(first.routing, ids, row_bytes)
+    tokens, *early = _in_flight.in_order(first.tokens, *early, on_gpus=True)
+    return first._replace(tokens=tokens), early
+
+
 def _after_sums(chunk: _dispatch.Operands, sums: list[jax.Array]) -> _dispatch.Operands:
     """Returns a chunk that waits for the sums of earlier ones.
 
@@ -99,28 +131,32 @@ class _Dispatching:
     """The dispatch of a chunk, under way."""
 
     def __init__(
-        self, operands: _dispatch.Operands, closed_over: Sequence[jax.Array]
+        self,
+        operands: _dispatch.Operands,
+        early: jax.Array,
+        closed_over: Sequence[jax.Array],
     ) -> None:
         tokens = _in_flight.anchor(operands.tokens, closed_over)
         self._operands = operands._replace(tokens=tokens)
-        self._is_whole = (
-            tokens.dtype.name not in _exchange.SUMMABLE
-            or _exchange.is_empty(operands.routing, tokens, operands.expert_ids)
-            # A slot of -1, as a float, is NaN (`_halves`).
-            or jax.config.jax_debug_nans  # type: ignore[attr-defined]
-        )
+        self._early = early
+        self._is_whole = _is_whole(operands)
         if self._is_whole:
             results = _linear.send(operands.routing, *self._operands.sent)
             self.handle = Handle(tuple(results[:1]), tuple(results[1:]))
         else:
-            self.handle = _halves.start_send(operands.routing, *self._operands.sent)
+            self.handle = _halves.start_send(
+                operands.routing, *self._operands.sent, early
+            )
 
     def finish(self) -> tuple[jax.Array, jax.Array, DispatchState]:
         if self._is_whole:
             results: Any = (*self.handle.linear, *self.handle.others)
         else:
             results = _halves.finish_send(
-                self._operands.routing, self.handle, self._operands.expert_ids
+                self._operands.routing,
+                self.handle,
+                self._operands.expert_ids,
+                self._early,
             )
         return _dispatch.received(self._operands, results)
 

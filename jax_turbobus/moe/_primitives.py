@@ -104,6 +104,7 @@ def start_primitive(
     out_avals: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     not_attributes: Sequence[str] = (),
     int_bits: Sequence[int] = (),
+    num_extra: int = 0,
 ) -> Primitive:
     """Returns a primitive that starts, on GPUs, what `_in_flight.finish` ends.
 
@@ -115,11 +116,12 @@ def start_primitive(
       out_avals: as for `exchange_primitive`.
       not_attributes: as for `exchange_primitive`.
       int_bits: which of the data are the bits of int32 in a float32.
+      num_extra: how many of the data, the last ones, are for the start only.
     """
     name = f"{name}_start"
 
     def bind_whole(*operands: jax.Array, **params: Any) -> Any:
-        data = list(operands)
+        data = list(operands[: len(operands) - num_extra])
         for i in int_bits:
             at = NUM_MEETING_OPERANDS + i
             data[at] = lax.bitcast_convert_type(data[at], jnp.int32)

@@ -228,9 +228,13 @@ def test_chunks_give_what_the_whole_does():
                 num_chunks=num_chunks,
             )
 
-        return jax.jit(on_mesh(run, mesh_of_gpus()))
+        return on_mesh(run, mesh_of_gpus())
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *args: f(*args).sum(), (0, 2, 3)))
 
     args = (tokens, ids, weights, scale)
-    want = on_cpu(dense, *args)
+    want = on_cpu(dense, *args), on_cpu(gradients(dense), *args)
     for num_chunks in (1, 2, 4):
-        assert_same(layer(num_chunks)(*args), want)
+        one = layer(num_chunks)
+        assert_same((jax.jit(one)(*args), gradients(one)(*args)), want)

@@ -68,6 +68,7 @@ def call(target, changes):
         "num_experts": np.int64(E),
         "expert_capacity": np.int64(0),
         "schedule": np.int64(0),
+        "is_counted": False,
         "devices": ordinal,
         "ranks": np.zeros(1, np.int64),
         "groups": np.zeros(1, np.int64),

@@ -15,11 +15,14 @@ from hlo_buffers import computations
 from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import moe
+from jax_turbobus.moe import _devices
 
 R, T, H, E, K = 2, 256, 512, 8, 2
 CAPACITY = 64
 # Of an exchange's operands: its slots.
 SLOTS = {"combine": 2, "combine_grad": 3, "dispatch_grad": 2}
+# What counted a dispatch early.
+EARLY = 2
 
 
 def experts(rows, params):
@@ -90,6 +93,13 @@ def around_a_loop(tokens, ids, weights, params):
         return (rows, state), sums
 
     return jax.lax.scan(body, (rows, state), length=3)[1].sum(0)
+
+
+def in_chunks_in_loop(tokens, ids, weights, params):
+    def body(x, _):
+        return x + in_chunks(x, ids, weights, params), None
+
+    return jax.lax.scan(body, tokens, length=3)[0]
 
 
 def gradients(f):
@@ -178,3 +188,62 @@ ALL = {"combine": (1, 1), "combine_grad": (1, 1), "dispatch_grad": (1, 1)}
 )
 def test_what_follows_its_dispatch_is_counted(cuda, f, expected):
     assert counted(compiled(cuda, f)) == expected
+
+
+@pytest.fixture
+def apart(cuda, monkeypatch):
+    """A compiler for GPUs that do not reach each other's memory."""
+    monkeypatch.setattr(_devices, "why_through_host", lambda ctx: "a test says so")
+    return cuda
+
+
+def starts(hlo):
+    """How many dispatches are started, and of those how many were counted early."""
+    known, total = 0, 0
+    for one in computations(hlo):
+        for call, text in one.calls("turbobus_moe_dispatch_start").items():
+            total += 1
+            if "is_counted = true" in text:
+                known += 1
+                maker, index = one.source(one.operands(call)[EARLY])
+                assert maker in one.calls("turbobus_moe_count")
+                # By the same ids, in the very buffer.
+                ids = one.operands(maker)[index]
+                assert one.source(ids) == one.source(one.operands(call)[1])
+    return known, total
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        in_chunks,
+        gradients(in_chunks),
+        in_chunks_in_loop,
+        gradients(in_chunks_in_loop),
+        lambda *args: jax.checkpoint(in_chunks)(*args),
+    ],
+    ids=["layer", "gradients", "loop", "gradients of a loop", "remat"],
+)
+def test_chunks_are_counted_before_the_first_experts(apart, f):
+    hlo = compiled(apart, f)
+    assert starts(hlo) == (2, 2)
+    assert hlo.counts()["turbobus_moe_count"] == 1
+    (called,) = (
+        re.findall(r'custom_call_target="turbobus_moe_(\w+)"', text)
+        for text in hlo.split("\n}")
+        if "turbobus_moe_count" in text
+    )
+    assert called[:2] == ["count", "dispatch"]
+
+
+def test_two_layers_of_the_same_ids_are_counted_each(apart):
+    def twice(*args):
+        return in_chunks(*args) + 2 * in_chunks(*args)
+
+    assert starts(compiled(apart, twice)) == (4, 4)
+
+
+def test_nothing_is_counted_early_where_no_host_waits(cuda):
+    hlo = compiled(cuda, in_chunks)
+    assert "turbobus_moe_count" not in hlo.counts()
+    assert starts(hlo) == (0, 2)

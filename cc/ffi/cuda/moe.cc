@@ -62,17 +62,48 @@ Error Run(const GpuContext& program, const std::vector<AnyBuffer>& results,
   }
 }
 
-template <Way kWay>
 Error Dispatch(cudaStream_t stream, int32_t device, RunId run_id,
                xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
                AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
                Result group_sizes, Result wanted, Result slots) {
-  return Run<kWay>(OnStream(stream, device, run_id, scratch),
-                   {*rows, *group_sizes, *wanted, *slots},
-                   [&](const GpuContext& context) {
-                     return DispatchOnGpu(context, exchange, tokens, expert_ids,
-                                          *rows, *group_sizes, *wanted, *slots);
-                   });
+  return Run<Way::kInline>(
+      OnStream(stream, device, run_id, scratch),
+      {*rows, *group_sizes, *wanted, *slots}, [&](const GpuContext& context) {
+        return DispatchOnGpu(context, exchange, tokens, expert_ids, *rows,
+                             *group_sizes, *wanted, *slots);
+      });
+}
+
+/// With what counting it early has returned.
+Error DispatchStart(cudaStream_t stream, int32_t device, RunId run_id,
+                    xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
+                    AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
+                    Result group_sizes, Result wanted, Result slots,
+                    AnyBuffer early) {
+  return Run<Way::kStart>(
+      OnStream(stream, device, run_id, scratch),
+      {*rows, *group_sizes, *wanted, *slots}, [&](const GpuContext& context) {
+        return DispatchOnGpu(context, exchange, tokens, expert_ids, *rows,
+                             *group_sizes, *wanted, *slots, &early);
+      });
+}
+
+/// The ids of each dispatch to come.
+Error Count(cudaStream_t stream, int32_t device, RunId run_id,
+            xla::ffi::ScratchAllocator scratch, GpuEarlyCount count,
+            xla::ffi::RemainingArgs args, xla::ffi::RemainingRets results) {
+  std::vector<AnyBuffer> expert_ids;
+  std::vector<AnyBuffer> slots;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto ids = args.get<AnyBuffer>(i);
+    auto result = results.get<AnyBuffer>(i);
+    if (!ids.has_value()) return ids.error();
+    if (!result.has_value()) return result.error();
+    expert_ids.push_back(*ids);
+    slots.push_back(**result);
+  }
+  return ToError(CountOnGpu(OnStream(stream, device, run_id, scratch), count,
+                            expert_ids, slots));
 }
 
 template <Way kWay>
@@ -152,10 +183,22 @@ auto Bind() {
   XLA_FFI_DEFINE_HANDLER(k##name, name<Way::kInline>, Bind##name(Bind())); \
   XLA_FFI_DEFINE_HANDLER(k##name##Start, name<Way::kStart>, Bind##name(Bind()))
 
-TB_DEFINE_BOTH(Dispatch);
+XLA_FFI_DEFINE_HANDLER(kDispatch, Dispatch, BindDispatch(Bind()));
+XLA_FFI_DEFINE_HANDLER(kDispatchStart, DispatchStart,
+                       BindDispatch(Bind()).Arg<AnyBuffer>());
 TB_DEFINE_BOTH(Combine);
 TB_DEFINE_BOTH(DispatchGrad);
 TB_DEFINE_BOTH(CombineGrad);
+
+XLA_FFI_DEFINE_HANDLER(kCount, Count,
+                       xla::ffi::Ffi::Bind()
+                           .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<xla::ffi::DeviceOrdinal>()
+                           .Ctx<RunId>()
+                           .Ctx<xla::ffi::ScratchAllocator>()
+                           .Attrs<GpuEarlyCount>()
+                           .RemainingArgs()
+                           .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
                        xla::ffi::Ffi::Bind()
@@ -180,6 +223,7 @@ std::vector<Target> CudaMoeTargets() {
       {"turbobus_moe_combine_start", kCombineStart},
       {"turbobus_moe_combine_grad", kCombineGrad},
       {"turbobus_moe_combine_grad_start", kCombineGradStart},
+      {"turbobus_moe_count", kCount},
       {"turbobus_moe_finish", kFinish},
   };
 }

@@ -153,7 +153,8 @@ StatusOr<Caller> FindCaller(const GpuContext& context,
 Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
                      const AnyBuffer& tokens, const AnyBuffer& expert_ids,
                      const AnyBuffer& rows, const AnyBuffer& group_sizes,
-                     const AnyBuffer& wanted, const AnyBuffer& slots) {
+                     const AnyBuffer& wanted, const AnyBuffer& slots,
+                     const AnyBuffer* early) {
   const Attributes attributes = exchange.Named("dispatch");
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
@@ -176,8 +177,46 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
     call.group_sizes = Entry<int32_t>(group_sizes, batch, num_batches);
     call.wanted = Entry<int32_t>(wanted, batch, num_batches);
     call.slots = Entry<int32_t>(slots, batch, num_batches);
+    if (early != nullptr && exchange.is_counted) {
+      call.early = Entry(*early, batch, num_batches);
+    }
     return RunDispatch(caller, call);
   });
+}
+
+Status CountOnGpu(const GpuContext& context, const GpuEarlyCount& count,
+                  std::span<const AnyBuffer> expert_ids,
+                  std::span<const AnyBuffer> slots) {
+  const GpuExchange exchange = {.axis = count.axis,
+                                .num_experts = count.num_experts,
+                                .expert_capacity = count.expert_capacity,
+                                .schedule = count.schedule,
+                                .devices = count.devices,
+                                .ranks = count.ranks,
+                                .groups = count.groups};
+  const Attributes attributes = exchange.Named("count of dispatches");
+  TB_ASSIGN_OR_RETURN(Caller caller,
+                      FindCaller(context, exchange, attributes.op));
+  moe::cuda::GpuCount call;
+  const auto decode = [&]() -> Status {
+    for (size_t i = 0; i < expert_ids.size(); ++i) {
+      TB_ASSIGN_OR_RETURN(
+          Sizes sizes, DecodePlan(attributes, caller.num_ranks, expert_ids[i],
+                                  count.num_rows));
+      TB_RETURN_IF_ERROR(CheckShape(slots[i], "slots", sizes.Choices()));
+      sizes.config.row_bytes = count.row_bytes;
+      TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
+      call.parts.push_back({Entry<int32_t>(expert_ids[i], 0, 1),
+                            Entry<int32_t>(slots[i], 0, 1)});
+    }
+    TB_ASSIGN_OR_RETURN(call.scratch,
+                        context.allocate(ScratchBytes(caller, call)));
+    return OkStatus();
+  };
+  if (const Status status = decode(); !status.ok()) {
+    return TellOthers(caller, status);
+  }
+  return RunCount(caller, call);
 }
 
 Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,

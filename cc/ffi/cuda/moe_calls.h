@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string_view>
 
 #include "base/status.h"
@@ -39,6 +40,19 @@ struct GpuExchange {
   }
 };
 
+/// The attributes of a count: of the dispatches that it is for.
+struct GpuEarlyCount {
+  std::string_view axis;
+  int64_t num_experts = 0;
+  int64_t expert_capacity = 0;
+  int64_t schedule = 0;
+  int64_t num_rows = 0;
+  int64_t row_bytes = 0;
+  xla::ffi::Span<const int64_t> devices;
+  xla::ffi::Span<const int64_t> ranks;
+  xla::ffi::Span<const int64_t> groups;
+};
+
 /// Where a call runs.
 struct GpuContext {
   cudaStream_t stream = nullptr;
@@ -69,7 +83,13 @@ StatusOr<moe::cuda::Caller> FindCaller(const GpuContext& context,
 Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
                      const AnyBuffer& tokens, const AnyBuffer& expert_ids,
                      const AnyBuffer& rows, const AnyBuffer& group_sizes,
-                     const AnyBuffer& wanted, const AnyBuffer& slots);
+                     const AnyBuffer& wanted, const AnyBuffer& slots,
+                     const AnyBuffer* early = nullptr);
+
+/// The ids of dispatches to come, and for each what names its count.
+Status CountOnGpu(const GpuContext& context, const GpuEarlyCount& count,
+                  std::span<const AnyBuffer> expert_ids,
+                  std::span<const AnyBuffer> slots);
 
 /// Combine, and with `weights` null the transpose of dispatch.
 Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
@@ -93,6 +113,18 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("expert_capacity"),
     xla::ffi::StructMember<int64_t>("schedule"),
     xla::ffi::StructMember<bool>("is_counted"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("ranks"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    turbobus::ffi::GpuEarlyCount,
+    xla::ffi::StructMember<std::string_view>("axis"),
+    xla::ffi::StructMember<int64_t>("num_experts"),
+    xla::ffi::StructMember<int64_t>("expert_capacity"),
+    xla::ffi::StructMember<int64_t>("schedule"),
+    xla::ffi::StructMember<int64_t>("num_rows"),
+    xla::ffi::StructMember<int64_t>("row_bytes"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("devices"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("ranks"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("groups"));

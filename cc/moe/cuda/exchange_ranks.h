@@ -98,6 +98,7 @@ class DeviceBytes {
   T* as() const {
     return static_cast<T*>(data_);
   }
+  size_t size() const { return size_; }
   template <typename T = uint8_t>
   std::vector<T> Read() const {
     std::vector<T> values(size_ / sizeof(T));

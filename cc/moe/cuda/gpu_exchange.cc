@@ -2,6 +2,7 @@
 
 #include "moe/cuda/cutter.h"
 #include "moe/cuda/gpu_traffic.h"
+#include "moe/cuda/packed_count.h"
 #include "moe/cuda/packed_exchange.h"
 #include "moe/cuda/visit.h"
 
@@ -134,6 +135,10 @@ int64_t ScratchBytes(const Caller& caller, const GpuDispatch& call) {
   return cutter.used_bytes();
 }
 
+int64_t ScratchBytes(const Caller& caller, const GpuCount& call) {
+  return caller.wiring.is_direct ? 0 : PackedScratchBytes(caller, call);
+}
+
 int64_t ScratchBytes(const Caller& caller, const GpuCombine& call) {
   if (!caller.wiring.is_direct) return PackedScratchBytes(caller, call);
   return call.shape.num_ranks * BoxBytes(call.shape);
@@ -149,6 +154,10 @@ Status RunDispatch(const Caller& caller, const GpuDispatch& call) {
   return GpuTraffic::Process().Count(
       caller, DirectKind(caller, GpuTraffic::Op::kDispatch),
       [&](const Tally& tally) { return DirectDispatch(caller, call, tally); });
+}
+
+Status RunCount(const Caller& caller, const GpuCount& call) {
+  return caller.wiring.is_direct ? OkStatus() : PackedCount(caller, call);
 }
 
 Status RunCombine(const Caller& caller, const GpuCombine& call) {

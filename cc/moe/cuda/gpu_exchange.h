@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "moe/blocking_meeting.h"
@@ -43,7 +44,21 @@ struct GpuDispatch {
   int32_t* group_sizes = nullptr;
   int32_t* wanted = nullptr;
   int32_t* slots = nullptr;
+  /// What a `GpuCount` of this run by the same ids has written, or null.
+  const void* early = nullptr;
   void* scratch = nullptr;  // As much as `ScratchBytes` says.
+};
+
+/// Counts the rows of dispatches to come, so that their hosts need not wait
+/// for it: behind other work of the stream that would take long.
+struct GpuCount {
+  struct Part {
+    const int32_t* expert_ids = nullptr;
+    int32_t* slots = nullptr;  // As the dispatch's; its address is its name.
+  };
+  Shape shape;  // Of each dispatch.
+  std::vector<Part> parts;
+  void* scratch = nullptr;
 };
 
 struct GpuCombine {
@@ -78,6 +93,7 @@ struct GpuCombineGrad {
 
 /// Bytes of `call.scratch`; pointers need not be set yet.
 int64_t ScratchBytes(const Caller& caller, const GpuDispatch& call);
+int64_t ScratchBytes(const Caller& caller, const GpuCount& call);
 int64_t ScratchBytes(const Caller& caller, const GpuCombine& call);
 int64_t ScratchBytes(const Caller& caller, const GpuCombineGrad& call);
 
@@ -85,6 +101,8 @@ int64_t ScratchBytes(const Caller& caller, const GpuCombineGrad& call);
 // pinned host memory. DEADLINE_EXCEEDED if a rank does not come; INTERNAL with
 // CUDA's own words if an enqueue fails, on all ranks of the call.
 Status RunDispatch(const Caller& caller, const GpuDispatch& call);
+/// Does nothing, `slots` included, where no host waits for a count.
+Status RunCount(const Caller& caller, const GpuCount& call);
 Status RunCombine(const Caller& caller, const GpuCombine& call);
 Status RunCombineGrad(const Caller& caller, const GpuCombineGrad& call);
 

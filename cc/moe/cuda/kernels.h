@@ -119,7 +119,7 @@ struct PositionsArgs {
   int32_t* positions;            // As in `SendArgs`; written here.
   int32_t* group_sizes;
   int32_t* wanted;
-  // Copies of ids and positions for other ranks.
+  // Copies of ids and positions for other ranks, or null.
   int32_t* posted_ids;
   int32_t* posted_positions;
 };

@@ -9,6 +9,8 @@ namespace {
 /// A program may read the slots of all its layers once more, backwards. More
 /// than so many plans ago the host asks the GPU again.
 constexpr size_t kMostADevice = 1024;
+/// What was counted early holds pinned memory: not of more chunks.
+constexpr size_t kMostEarly = 64;
 
 /// What the number of rows depends on.
 auto Counted(const Shape& shape) {
@@ -21,6 +23,11 @@ auto Counted(const Shape& shape) {
 
 KnownTotals& KnownTotals::Process() {
   static auto* const totals = new KnownTotals(kMostADevice);
+  return *totals;
+}
+
+KnownTotals& KnownTotals::Early() {
+  static auto* const totals = new KnownTotals(kMostEarly);
   return *totals;
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "moe/cuda/events.h"
 #include "moe/cuda/kernels.h"
 
 namespace turbobus::moe::cuda {
@@ -34,12 +35,17 @@ class KnownTotals {
 
   /// Of a plan.
   struct Record {
-    Shape shape;                            // But for `row_bytes`.
-    std::vector<int> devices;               // Of the ranks.
+    Shape shape;               // But for `row_bytes`.
+    std::vector<int> devices;  // Of the ranks.
+    /// The GPU writes `totals` until then; null: they are there.
+    SharedEvent counted = nullptr;
     std::shared_ptr<const int32_t> totals;  // [num_ranks]
   };
 
+  /// Of dispatches, by their slots.
   static KnownTotals& Process();
+  /// Of dispatches to come, by what counting them early has returned.
+  static KnownTotals& Early();
 
   explicit KnownTotals(size_t most_a_device) : most_a_device_(most_a_device) {}
 

@@ -115,6 +115,22 @@ void PackedCall::Recall(const int32_t* slots) {
   totals_ = record->totals;
 }
 
+Status PackedCall::RecallEarly(const void* early) {
+  const auto record =
+      KnownTotals::Early().Find({caller_.device, caller_.key.run_id, early},
+                                shape_, caller_.wiring.devices);
+  if (!record.has_value()) return OkStatus();
+  TB_RETURN_IF_ERROR(visit_.AwaitOnHost(record->counted));
+  KeepTotals(record->totals.get());
+  return OkStatus();
+}
+
+void PackedCall::KeepTotals(const int32_t* pinned) {
+  auto totals =
+      std::make_shared<std::vector<int32_t>>(pinned, pinned + shape_.num_ranks);
+  totals_ = {totals, totals->data()};
+}
+
 void PackedCall::Remember(const int32_t* slots) {
   KnownTotals::Process().Put(
       {caller_.device, caller_.key.run_id, slots},
@@ -124,12 +140,8 @@ void PackedCall::Remember(const int32_t* slots) {
 Status PackedCall::SwapTotals(const void* address) {
   if (totals_ == nullptr) {
     TB_RETURN_IF_ERROR(visit_.AwaitOnHost(counted_));
-    const auto* const mailed =
-        reinterpret_cast<const int32_t*>(mail_->data() + layout_.totals);
-    // A copy: the mail is soon another call's.
-    auto totals = std::make_shared<std::vector<int32_t>>(
-        mailed, mailed + shape_.num_ranks);
-    totals_ = {totals, totals->data()};
+    KeepTotals(
+        reinterpret_cast<const int32_t*>(mail_->data() + layout_.totals));
   }
   std::vector<uint64_t> values = {reinterpret_cast<uint64_t>(address)};
   for (int r = 0; r < shape_.num_ranks; ++r) {

@@ -53,8 +53,12 @@ class PackedCall {
   /// Takes this rank's totals from the plan that wrote `slots`, if they are
   /// remembered.
   void Recall(const int32_t* slots);
+  /// The same from what was counted early.
+  Status RecallEarly(const void* early);
   /// Lets later calls by `slots` recall them.
   void Remember(const int32_t* slots);
+  /// Copies totals out of memory that is soon another call's.
+  void KeepTotals(const int32_t* pinned);
   /// Numbers this rank's tokens for the peers, or theirs for it.
   Status NumberTokens(bool is_outgoing);
   /// Meets when the host knows how many of this rank's rows there are: it does,

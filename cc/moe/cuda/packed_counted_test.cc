@@ -4,13 +4,16 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "moe/cuda/known_totals.h"
 #include "moe/cuda/packed_exchange.h"
 #include "moe/cuda/packed_runs.h"
+#include "moe/cuda/total_faults.h"
 
 // Exchanges by rings whose host knows from their dispatch how many rows there
 // are, and what happens where it does not, or is wrong.
@@ -20,6 +23,7 @@ namespace {
 
 using testing::Case;
 using testing::CombineOf;
+using testing::DeviceBytes;
 using testing::DispatchOf;
 using testing::ExpectOk;
 using testing::ExpectSame;
@@ -76,9 +80,10 @@ struct Dispatched {
         ranks.Call([&](const Caller& caller) { return Dispatch(caller); }));
   }
 
-  Status Dispatch(const Caller& caller) {
+  Status Dispatch(const Caller& caller, const void* early = nullptr) {
     RankMemory& own = memory[caller.rank];
     GpuDispatch call = DispatchOf(kOne, caller.rank, own);
+    call.early = early;
     call.scratch = own.scratch[0].as();
     return RunDispatch(caller, call);
   }
@@ -91,9 +96,9 @@ struct Dispatched {
     return RunCombine(caller, call);
   }
 
-  /// Combines while every rank's GPU is busy; whether all had enqueued it
+  /// Calls while every rank's GPU is busy; whether all had enqueued the call
   /// before their GPU was free.
-  bool CombinesAhead(int64_t run_id, bool is_counted) {
+  bool IsAhead(const std::function<Status(Caller)>& call) {
     std::atomic<bool> is_free = false;
     std::atomic<int> num_enqueued = 0;
     bool is_ahead = false;
@@ -107,8 +112,7 @@ struct Dispatched {
       is_ahead = num_enqueued == kOne.num_ranks;
       is_free = true;
     });
-    const auto said = ranks.Call([&](Caller caller) {
-      caller.key.run_id = run_id;
+    const auto said = ranks.Call([&](const Caller& caller) {
       (void)cudaLaunchHostFunc(
           caller.stream,
           [](void* flag) {
@@ -117,7 +121,7 @@ struct Dispatched {
             }
           },
           &is_free);
-      const Status status = Combine(caller, is_counted);
+      const Status status = call(caller);
       ++num_enqueued;
       return status;
     });
@@ -125,7 +129,41 @@ struct Dispatched {
     ExpectOk(said);
     return is_ahead;
   }
+
+  bool CombinesAhead(int64_t run_id, bool is_counted) {
+    return IsAhead([&](Caller caller) {
+      caller.key.run_id = run_id;
+      return Combine(caller, is_counted);
+    });
+  }
 };
+
+/// Counts the dispatch of a case on all ranks twice, as two parts; returns by
+/// rank what the second is known by.
+std::vector<DeviceBytes> CountEarly(const Case& one, Ranks& ranks,
+                                    const std::vector<RankMemory>& memory) {
+  std::vector<DeviceBytes> early[2];
+  for (int r = 0; r < one.num_ranks; ++r) {
+    (void)cudaSetDevice(ranks.devices()[r]);
+    for (auto& slots : early) {
+      slots.emplace_back(int64_t{4} * one.num_tokens * one.top_k + 4, 0x5a);
+    }
+  }
+  std::vector<DeviceBytes> scratch(one.num_ranks);
+  ExpectOk(ranks.Call([&](const Caller& caller) {
+    const int rank = caller.rank;
+    GpuCount call;
+    call.shape = one.ShapeOf(rank);
+    for (const auto& slots : early) {
+      call.parts.push_back(
+          {memory[rank].ids.as<int32_t>(), slots[rank].as<int32_t>()});
+    }
+    scratch[rank] = DeviceBytes::Scratch(ScratchBytes(caller, call));
+    call.scratch = scratch[rank].as();
+    return RunCount(caller, call);
+  }));
+  return std::move(early[1]);
+}
 
 class PackedCountedCases : public PackedCounted,
                            public ::testing::WithParamInterface<Case> {};
@@ -137,6 +175,43 @@ TEST_P(PackedCountedCases, GiveTheBitsOfDirectOnes) {
 
 INSTANTIATE_TEST_SUITE_P(, PackedCountedCases, ::testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
+
+TEST_P(PackedCountedCases, DispatchTheSameWhenTheyWereCountedEarly) {
+  const Case& one = GetParam();
+  for (const How how : {How::kRing, How::kBroadcast, How::kMail}) {
+    Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
+    std::vector<RankMemory> memory;
+    for (int r = 0; r < one.num_ranks; ++r) {
+      memory.push_back(MemoryOf(one, ranks, r, 0x5a));
+    }
+    const auto early = CountEarly(one, ranks, memory);
+    ExpectOk(ranks.Call([&](const Caller& caller) {
+      RankMemory& own = memory[caller.rank];
+      GpuDispatch call = DispatchOf(one, caller.rank, own);
+      call.early = early[caller.rank].as();
+      call.scratch = ScratchFor(caller, call, own);
+      return RunDispatch(caller, call);
+    }));
+    const testing::Results want = RunAll(one, How::kDirect, 0xa5);
+    const size_t each = want.of.size() / one.num_ranks;
+    for (int r = 0; r < one.num_ranks; ++r) {
+      EXPECT_TRUE(memory[r].rows.Read() == want.of[each * r].second);
+      EXPECT_TRUE(memory[r].slots.Read() == want.of[each * r + 3].second);
+    }
+    // What the host was told is so: a kernel would have said otherwise.
+    EXPECT_TRUE(TotalFaults::Process().Take(ranks.devices()[0]).ok());
+  }
+}
+
+TEST_F(PackedCounted, ADispatchThatWasCountedIsEnqueuedWhileTheGpuIsBusy) {
+  Dispatched all;
+  const auto early = CountEarly(kOne, all.ranks, all.memory);
+  EXPECT_TRUE(all.IsAhead([&](const Caller& caller) {
+    return all.Dispatch(caller, early[caller.rank].as());
+  }));
+  EXPECT_FALSE(
+      all.IsAhead([&](const Caller& caller) { return all.Dispatch(caller); }));
+}
 
 TEST_F(PackedCounted, ACombineIsEnqueuedWhileTheGpuIsBusy) {
   Dispatched all;

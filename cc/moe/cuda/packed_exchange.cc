@@ -99,6 +99,7 @@ Status PackedCall::BroadcastDispatch(const GpuDispatch& call) {
 }
 
 Status PackedCall::RingDispatch(const GpuDispatch& call) {
+  if (call.early != nullptr) TB_RETURN_IF_ERROR(RecallEarly(call.early));
   TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/true));
   TB_RETURN_IF_ERROR(
       Pack(call, Numbered(scratch_.outbox, scratch_.own_index), true, false));

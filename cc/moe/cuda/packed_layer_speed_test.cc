@@ -6,13 +6,17 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "moe/cuda/events.h"
 #include "moe/cuda/exchange_ranks.h"
+#include "moe/cuda/side_streams.h"
 
 // Where the time of single layers goes, printed for people: dispatch, stand-in
 // experts, combine, each layer begun when the one before it was over. Ranks
@@ -40,6 +44,16 @@ struct Batch {
   int num_experts;
   int top_k;
 };
+
+Wiring Rings() {
+  Wiring wiring;
+  wiring.is_direct = false;
+  wiring.most_mailed_bytes = -1;
+  for (int r = 0; r < kRanks; ++r) {
+    wiring.devices.push_back(testing::DeviceOf(r));
+  }
+  return wiring;
+}
 
 Shape ShapeOf(const Batch& batch, int rank) {
   Shape shape;
@@ -152,8 +166,7 @@ double Elapsed(cudaEvent_t from, cudaEvent_t to) {
 
 Status RunLayer(Ranks& ranks, Layer& layer, int rank, int round,
                 bool is_counted, Times& times) {
-  Caller caller =
-      ranks.CallerOf(rank, 2 * (round + (is_counted ? kRounds : 0)));
+  Caller caller = ranks.CallerOf(rank, 2 * round);
   const std::string op[] = {"dispatch ", "combine "};
   int at = 0;
   caller.on_step = [&](const char* step) { times.Add(op[at] + step); };
@@ -179,39 +192,181 @@ Status RunLayer(Ranks& ranks, Layer& layer, int rank, int round,
   return FromCuda(error, "the layer");
 }
 
-TEST(PackedLayerSpeed, OfSingleLayers) {
+TEST(PackedLayerSpeed, DISABLED_OfSingleLayers) {
   if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
   for (const Batch& batch :
        {Batch{4096, 4096, 64, 2}, Batch{2048, 4096, 64, 2},
         Batch{8192, 2048, 128, 8}, Batch{512, 4096, 64, 2}}) {
-    Wiring wiring;
-    wiring.is_direct = false;
-    wiring.most_mailed_bytes = -1;
-    for (int r = 0; r < kRanks; ++r) {
-      wiring.devices.push_back(testing::DeviceOf(r));
-    }
-    Ranks ranks(wiring, std::chrono::seconds(20));
+    Ranks ranks(Rings(), std::chrono::seconds(20));
     std::vector<Layer> layers;
     for (int r = 0; r < kRanks; ++r) layers.emplace_back(batch, ranks, r);
-    for (const bool is_counted : {false, true}) {
+    int first_round = 0;
+    for (const auto& [is_counted, idle] :
+         {std::pair(false, 0), std::pair(true, 0), std::pair(true, 5)}) {
       std::vector<Times> times(kRanks);
       std::barrier all(kRanks);
       for (const Status& status :
            OnRanks(ranks.devices(), [&](int rank) -> Status {
              for (int round = 0; round < kRounds; ++round) {
+               std::this_thread::sleep_for(std::chrono::milliseconds(idle));
                all.arrive_and_wait();
-               TB_RETURN_IF_ERROR(RunLayer(ranks, layers[rank], rank, round,
-                                           is_counted, times[rank]));
+               TB_RETURN_IF_ERROR(RunLayer(ranks, layers[rank], rank,
+                                           first_round + round, is_counted,
+                                           times[rank]));
              }
              return OkStatus();
            })) {
         ASSERT_TRUE(status.ok()) << status;
       }
-      std::printf("%d tokens, hidden %d, %d experts, top %d, %s; ms\n",
+      first_round += kRounds;
+      std::printf("%d tokens, hidden %d, %d experts, top %d, %s, %d idle; ms\n",
                   batch.num_tokens, batch.hidden, batch.num_experts,
                   batch.top_k,
-                  is_counted ? "known to combine" : "combine waits");
+                  is_counted ? "known to combine" : "combine waits", idle);
       times[0].Print();
+    }
+  }
+}
+
+/// A layer in chunks, enqueued as `expert_parallel` does (docs/gpu_exchange.md,
+/// "Beside the experts").
+class Chunked {
+ public:
+  Chunked(const Batch& batch, int num_chunks, int64_t expert_bytes,
+          Ranks& ranks, int rank)
+      : rank_(rank), stand_in_(expert_bytes / num_chunks, 0) {
+    Batch part = batch;
+    part.num_tokens /= num_chunks;
+    for (int i = 0; i < num_chunks; ++i) {
+      chunks_.emplace_back(part, ranks, rank);
+      early_.push_back(
+          DeviceBytes(int64_t{4} * part.num_tokens * part.top_k, 0));
+    }
+    GpuCount count = Count();
+    count_scratch_ =
+        DeviceBytes::Scratch(ScratchBytes(ranks.CallerOf(rank, 0), count));
+  }
+
+  /// Everything from the first call until the GPU is done; ms.
+  StatusOr<double> Run(Ranks& ranks, int64_t run_id, bool is_counted) {
+    caller_ = ranks.CallerOf(rank_, 0);
+    caller_.key.run_id = run_id;
+    is_counted_ = is_counted;
+    const auto start = Clock::now();
+    if (is_counted && chunks_.size() > 1) {
+      GpuCount count = Count();
+      count.scratch = count_scratch_.as();
+      TB_RETURN_IF_ERROR(RunCount(Next(caller_.stream), count));
+    }
+    TB_RETURN_IF_ERROR(RunDispatch(Next(caller_.stream), DispatchOf(0)));
+    for (size_t i = 0; i < chunks_.size(); ++i) {
+      const bool is_last = i + 1 == chunks_.size();
+      if (!is_last) TB_RETURN_IF_ERROR(StartDispatch(i + 1));
+      (void)cudaMemsetAsync(stand_in_.as(), 1, stand_in_.size(),
+                            caller_.stream);
+      if (i > 0) TB_RETURN_IF_ERROR(Finish(chunks_[i - 1].sums.as()));
+      if (is_last) {
+        TB_RETURN_IF_ERROR(
+            RunCombine(Next(caller_.stream), chunks_[i].Combine(is_counted_)));
+        break;
+      }
+      TB_RETURN_IF_ERROR(Beside(chunks_[i].sums.as(), [&](const Caller& call) {
+        return RunCombine(call, chunks_[i].Combine(is_counted_));
+      }));
+      TB_RETURN_IF_ERROR(Finish(chunks_[i + 1].rows.as()));
+    }
+    TB_RETURN_IF_ERROR(
+        FromCuda(cudaStreamSynchronize(caller_.stream), "the layer"));
+    const std::chrono::duration<double, std::milli> took = Clock::now() - start;
+    return took.count();
+  }
+
+ private:
+  GpuCount Count() const {
+    GpuCount call;
+    call.shape = chunks_[0].shape;
+    for (size_t i = 1; i < chunks_.size(); ++i) {
+      call.parts.push_back(
+          {chunks_[i].ids.as<int32_t>(), early_[i].as<int32_t>()});
+    }
+    return call;
+  }
+  GpuDispatch DispatchOf(size_t i) const {
+    GpuDispatch call = chunks_[i].Dispatch();
+    if (is_counted_) call.early = early_[i].as();
+    return call;
+  }
+  Status StartDispatch(size_t i) {
+    return Beside(chunks_[i].rows.as(), [&](const Caller& call) {
+      return RunDispatch(call, DispatchOf(i));
+    });
+  }
+  Caller Next(cudaStream_t stream) {
+    Caller caller = caller_;
+    ++caller_.key.position;
+    caller.stream = stream;
+    return caller;
+  }
+  SideStreams::Program Program() const {
+    return {caller_.device, caller_.key.run_id, caller_.stream};
+  }
+  Status Beside(const void* result,
+                const std::function<Status(const Caller&)>& enqueue) {
+    return SideStreams::Process().Run(
+        Program(), {result},
+        [&](const StatusOr<SideStreams::Lane*>& lane) -> Status {
+          TB_RETURN_IF_ERROR(lane.status());
+          return enqueue(Next((*lane)->stream()));
+        });
+  }
+  Status Finish(const void* result) {
+    return SideStreams::Process().Join(Program(), {result});
+  }
+
+  const int rank_;
+  const DeviceBytes stand_in_;  // What the experts write.
+  std::vector<Layer> chunks_;
+  std::vector<DeviceBytes> early_;
+  DeviceBytes count_scratch_;
+  Caller caller_;
+  bool is_counted_ = false;
+};
+
+TEST(PackedLayerSpeed, DISABLED_OfChunks) {
+  if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+  const Batch batch = {4096, 4096, 64, 2};
+  int64_t run_id = 100;
+  for (const int64_t gib : {0, 4}) {
+    for (const int num_chunks : {1, 2, 4}) {
+      for (const bool is_counted : {false, true}) {
+        Ranks ranks(Rings(), std::chrono::seconds(20));
+        std::vector<std::unique_ptr<Chunked>> layers;
+        for (int r = 0; r < kRanks; ++r) {
+          layers.push_back(std::make_unique<Chunked>(batch, num_chunks,
+                                                     gib << 30, ranks, r));
+        }
+        std::vector<double> times;
+        std::barrier all(kRanks);
+        for (const Status& status :
+             OnRanks(ranks.devices(), [&](int rank) -> Status {
+               for (int round = 0; round < kRounds; ++round) {
+                 all.arrive_and_wait();
+                 TB_ASSIGN_OR_RETURN(
+                     const double took,
+                     layers[rank]->Run(ranks, run_id + round, is_counted));
+                 if (rank == 0 && round >= kWarmUp) times.push_back(took);
+               }
+               return OkStatus();
+             })) {
+          ASSERT_TRUE(status.ok()) << status;
+        }
+        run_id += kRounds;
+        std::sort(times.begin(), times.end());
+        std::printf("experts write %lld GiB, %d chunks, %s: %.3f ms\n",
+                    static_cast<long long>(gib), num_chunks,
+                    is_counted ? "counted early" : "hosts wait",
+                    times[times.size() / 2]);
+      }
     }
   }
 }

@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_slot = first_token * shape.top_k;
   for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
     ids[s] = args.expert_ids[first_slot + s];
-    args.posted_ids[first_slot + s] = ids[s];
+    if (args.posted_ids != nullptr) args.posted_ids[first_slot + s] = ids[s];
   }
   __syncthreads();
   const int32_t* offsets =
@@ -240,7 +240,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
     const int row = RowOf(shape, bases, ids, offsets, s);
     args.positions[first_slot + s] = row;
-    args.posted_positions[first_slot + s] = row;
+    if (args.posted_positions != nullptr) {
+      args.posted_positions[first_slot + s] = row;
+    }
   }
 }
 
