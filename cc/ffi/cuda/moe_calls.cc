@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ffi/moe_checks.h"
+#include "moe/cuda/events.h"
 
 namespace turbobus::ffi {
 namespace {
@@ -283,6 +284,17 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
     call.group_sizes = Entry<int32_t>(group_sizes, batch, num_batches);
     call.row_grads = Entry(row_grads, batch, num_batches);
     call.weight_grads = Entry(weight_grads, batch, num_batches);
+    if (!exchange.is_counted) {
+      // Choices may have been masked since dispatch: then some rows are no
+      // slot's any more, and nobody writes their gradients.
+      const Status zeroed = moe::cuda::FromCuda(
+          cudaMemsetAsync(
+              call.row_grads, 0,
+              static_cast<size_t>(row_grads.size_bytes()) / num_batches,
+              context.stream),
+          "zeroes of row gradients");
+      if (!zeroed.ok()) return TellOthers(caller, zeroed);
+    }
     return RunCombineGrad(caller, call);
   });
 }
