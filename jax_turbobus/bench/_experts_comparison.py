@@ -47,8 +47,9 @@ def compare_at_one_size(args: argparse.Namespace) -> list[Row]:
     mine = ours(args.schedule)
     rows: list[Row] = []
     for slack in args.slack.split(","):
-        capacity = _capacity(slack, shape)
-        case = peers.Case(shape=shape, recv_capacity=capacity)
+        case = peers.Case.with_slack(
+            shape, None if slack == "dropless" else float(slack)
+        )
         mesh = Mesh(np.array(devices), (case.axis_name,), axis_types=(AxisType.Auto,))
         layer = Layer.make(case, mesh, expert_ids, args.seed)
         race = Race(
@@ -82,18 +83,6 @@ def _counted(layer: Layer, scheme: peers.Peer) -> list[moe.ExchangeStats]:
     moe.reset_exchange_stats()
     layer.forward(scheme)()
     return moe.exchange_stats()
-
-
-def _capacity(slack: str, shape: ExchangeShape) -> int:
-    sizes = {
-        "tokens_per_rank": shape.tokens_per_rank,
-        "num_experts": shape.num_experts,
-        "top_k": shape.top_k,
-        "num_ranks": shape.num_ranks,
-    }
-    if slack == "dropless":
-        return moe.required_recv_capacity(**sizes)
-    return moe.required_recv_capacity(**sizes, slack=float(slack))
 
 
 def _name(case: peers.Case, slack: str, args: argparse.Namespace) -> str:

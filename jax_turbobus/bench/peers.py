@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_turbobus.moe import required_recv_capacity
 from jax_turbobus.moe._traffic import ExchangeShape
 
 __all__ = [
@@ -58,6 +59,26 @@ class Case:
     axis_name: str = "expert"
     experts: Callable[[jax.Array], jax.Array] | None = None
     expert_capacity: int = 0
+
+    @classmethod
+    def with_slack(
+        cls, shape: ExchangeShape, slack: float | None, **values: Any
+    ) -> "Case":
+        """Returns a case in which a rank can receive `slack` x the balanced share.
+
+        Args:
+          shape: the exchange's sizes.
+          slack: None: no row is ever lost.
+          **values: other attributes.
+        """
+        capacity = required_recv_capacity(
+            tokens_per_rank=shape.tokens_per_rank,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            num_ranks=shape.num_ranks,
+            slack=slack,
+        )
+        return cls(shape=shape, recv_capacity=capacity, **values)
 
 
 Peer = Callable[[Case, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

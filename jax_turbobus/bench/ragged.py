@@ -228,14 +228,7 @@ def _layers(devices: list[jax.Device], args: argparse.Namespace) -> list[Row]:
         num_ranks=num_ranks,
         dtype="bfloat16",
     )
-    capacity = moe.required_recv_capacity(
-        tokens_per_rank=args.tokens,
-        num_experts=args.experts,
-        top_k=args.topk,
-        num_ranks=num_ranks,
-        slack=1.25,
-    )
-    case = peers.Case(shape=shape, recv_capacity=capacity)
+    case = peers.Case.with_slack(shape, 1.25)
     mesh = Mesh(np.array(devices), (case.axis_name,))
     layer = Layer.make(case, mesh, routing.expert_ids("uniform", shape, seed=0), 0)
     mine = peers.ragged(moe.ragged_all_to_all)

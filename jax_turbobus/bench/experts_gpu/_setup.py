@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_turbobus import moe
 from jax_turbobus.bench._report import Timing, alternate
+from jax_turbobus.moe._traffic import ExchangeShape
 
 __all__ = ["AXIS", "Setup", "expert_capacity", "over"]
 
@@ -53,6 +55,19 @@ class Setup:
         """Returns a size divided by `shrink`, at least 8 times the ranks."""
         return max(size // self.shrink, 8 * self.num_ranks)
 
+    def shape(
+        self, tokens: int, hidden: int, num_experts: int, top_k: int
+    ) -> ExchangeShape:
+        """Returns the sizes of an exchange in bfloat16, of so many tokens a rank."""
+        return ExchangeShape(
+            tokens_per_rank=self.small(tokens),
+            hidden=max(hidden // self.shrink, 64),
+            num_experts=num_experts,
+            top_k=top_k,
+            num_ranks=self.num_ranks,
+            dtype="bfloat16",
+        )
+
     def on_mesh(self, function: Callable[..., Any], num_arguments: int) -> Any:
         """Returns a jitted function of arrays that are split over the ranks."""
         specs = (P(AXIS),) * num_arguments
@@ -73,6 +88,30 @@ class Setup:
             out_shardings=sharding,
         )
         return make(jax.random.key(seed))  # type: ignore[no-any-return]
+
+    def dispatched(
+        self,
+        tokens: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        *,
+        num_experts: int,
+        capacity: int,
+    ) -> jax.Array:
+        """Returns what the experts get, ``[num_experts, capacity, hidden]``."""
+
+        def run(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            rows, _, _ = moe.dispatch(
+                tokens,
+                ids,
+                weights,
+                num_experts=num_experts,
+                axis_name=AXIS,
+                expert_capacity=capacity,
+            )
+            return jnp.asarray(rows)
+
+        return jnp.asarray(self.on_mesh(run, 3)(tokens, ids, weights))
 
     def timings(self, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
         """Returns the times of calls, in turn, each until its result is ready."""

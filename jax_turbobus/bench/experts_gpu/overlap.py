@@ -168,19 +168,12 @@ class _Layer:
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """What is dispatched to the experts, and the gradient that comes back."""
 
-        def run(tokens: Any, ids: Any, weights: Any) -> jax.Array:
-            rows, _, _ = moe.dispatch(
-                tokens,
-                ids,
-                weights,
-                num_experts=_EXPERTS,
-                axis_name=AXIS,
-                expert_capacity=self.capacity(1),
+        def of(values: jax.Array) -> jax.Array:
+            return self.setup.dispatched(
+                values, *self.routed, num_experts=_EXPERTS, capacity=self.capacity(1)
             )
-            return jnp.asarray(rows)
 
-        mapped = self.setup.on_mesh(run, 3)
-        return mapped(self.tokens, *self.routed), mapped(self.gradient, *self.routed)
+        return of(self.tokens), of(self.gradient)
 
     def experts(self, matrices: tuple[jax.Array, jax.Array]) -> Callable[[], jax.Array]:
         """Returns a call of the experts alone."""
@@ -298,7 +291,8 @@ def _slowdown(
 ) -> Iterator[Row]:
     """Yields how much longer the experts' kernels run beside an exchange."""
     alone = layer.experts_in_chunks(num_chunks, matrices)
-    jax.block_until_ready(alone())
+    took = layer.setup.times({"alone": alone})["alone"]
+    yield Row.make(case, f"experts alone in {num_chunks} chunks, ms", took * 1e3)
     beside, by_itself = (
         matmul_seconds(kernel_seconds(run, calls=5)) for run in (program, alone)
     )

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 
-from jax_turbobus import moe
 from jax_turbobus.bench import peers, routing
 from jax_turbobus.bench._layer import METRICS, Layer, ours
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.experts_gpu._kernels import by_step, kernel_seconds
 from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
 from jax_turbobus.bench.experts_gpu.layers import SIZES
-from jax_turbobus.moe._traffic import ExchangeShape
 
 __all__ = ["parts"]
 
@@ -24,22 +22,8 @@ def parts(setup: Setup) -> Iterator[Row]:
     """
     mine = ours()
     for tokens, hidden, num_experts, top_k in SIZES:
-        shape = ExchangeShape(
-            tokens_per_rank=setup.small(tokens),
-            hidden=max(hidden // setup.shrink, 64),
-            num_experts=num_experts,
-            top_k=top_k,
-            num_ranks=setup.num_ranks,
-            dtype="bfloat16",
-        )
-        capacity = moe.required_recv_capacity(
-            tokens_per_rank=shape.tokens_per_rank,
-            num_experts=num_experts,
-            top_k=top_k,
-            num_ranks=setup.num_ranks,
-            slack=_SLACK,
-        )
-        case = peers.Case(shape=shape, recv_capacity=capacity, axis_name=AXIS)
+        shape = setup.shape(tokens, hidden, num_experts, top_k)
+        case = peers.Case.with_slack(shape, _SLACK, axis_name=AXIS)
         ids = routing.expert_ids("uniform", shape)
         layer = Layer.make(case, setup.mesh, ids, 0)
         name = (

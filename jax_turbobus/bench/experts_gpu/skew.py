@@ -22,14 +22,7 @@ _NUM_LAYERS = 8
 
 def skew(setup: Setup) -> Iterator[Row]:
     """Yields times under Zipf's law beside the uniform one's, scaled by the rows."""
-    shape = ExchangeShape(
-        tokens_per_rank=setup.small(4096),
-        hidden=max(4096 // setup.shrink, 64),
-        num_experts=64,
-        top_k=2,
-        num_ranks=setup.num_ranks,
-        dtype="bfloat16",
-    )
+    shape = setup.shape(4096, 4096, 64, 2)
     ids = {
         route: [
             routing.expert_ids(route, shape, seed=_SEED, draw=1 + i)

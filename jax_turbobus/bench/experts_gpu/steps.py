@@ -86,21 +86,6 @@ def _theirs(peer: peers.Peer, shape: ExchangeShape, capacity: int) -> Layer:
     return run
 
 
-def _dispatched(shape: ExchangeShape, capacity: int) -> Callable[..., jax.Array]:
-    def run(tokens: Any, ids: Any, weights: Any) -> jax.Array:
-        rows, _, _ = moe.dispatch(
-            tokens,
-            ids,
-            weights,
-            num_experts=shape.num_experts,
-            axis_name=AXIS,
-            expert_capacity=capacity,
-        )
-        return jnp.asarray(rows)
-
-    return run
-
-
 def _training_step(setup: Setup, layer: Layer) -> Any:
     mapped = setup.on_mesh(layer, 5)
 
@@ -117,14 +102,7 @@ def steps(setup: Setup) -> Iterator[Row]:
     """Yields, for each model, both sides' exchange and step times."""
     profiled: list[Callable[[], Iterator[Row]]] = []
     for name, (tokens, hidden, width, num_experts, top_k) in _MODELS.items():
-        shape = ExchangeShape(
-            tokens_per_rank=setup.small(tokens),
-            hidden=max(hidden // setup.shrink, 64),
-            num_experts=num_experts,
-            top_k=top_k,
-            num_ranks=setup.num_ranks,
-            dtype="bfloat16",
-        )
+        shape = setup.shape(tokens, hidden, num_experts, top_k)
         yield from _step(
             setup, name, shape, max(width // setup.shrink, 64), profiled.append
         )
@@ -172,8 +150,10 @@ def _step(
         f" top-{shape.top_k}, {capacity} rows each"
     )
     yield from _errors(case, programs)
-    dispatch = setup.on_mesh(_dispatched(shape, capacity), 3)
-    rows = [dispatch(x, *routed) for x in (tokens, gradient)]
+    rows = [
+        setup.dispatched(x, *routed, num_experts=shape.num_experts, capacity=capacity)
+        for x in (tokens, gradient)
+    ]
     programs[_ALONE] = functools.partial(
         setup.on_mesh(_experts_and_back, 4), *rows, *matrices
     )
