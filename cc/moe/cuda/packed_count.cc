@@ -143,7 +143,7 @@ Status Count::Run() {
   mail_ = *std::move(mail);
   TB_RETURN_IF_ERROR(Plan());
   TB_RETURN_IF_ERROR(
-      visit_.MeetWith({reinterpret_cast<uint64_t>(mail_.get())}, mail_));
+      visit_.MeetLast({reinterpret_cast<uint64_t>(mail_.get())}, mail_));
   for (int r = 0; r < shape_.num_ranks; ++r) {
     mails_.push_back(reinterpret_cast<Mail*>(visit_.Value(r, 0)));
   }

@@ -48,7 +48,7 @@ Status Pulls::End() {
     keep->push_back(transfer.sent);
   }
   transfers_.clear();
-  TB_RETURN_IF_ERROR(visit_.MeetWith(std::move(values), std::move(keep)));
+  TB_RETURN_IF_ERROR(visit_.MeetLast(std::move(values), std::move(keep)));
   for (int r = 0; r < caller_.num_ranks; ++r) {
     auto* const event =
         reinterpret_cast<cudaEvent_t>(visit_.Value(r, caller_.rank));
