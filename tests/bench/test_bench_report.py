@@ -134,6 +134,7 @@ def test_command_fails_on_a_missed_figure_unless_told_not_to(tmp_path, capsys):
         ("experts --dtype float33", "--dtype: expected one of float32"),
         ("experts --dtype int4", "--dtype: expected one of float32"),
         ("experts --rounds 0", "--rounds: expected a whole number from 1 to"),
+        ("experts --layers 0", "--layers: expected a whole number from 1 to"),
         ("experts --seed -1", "--seed: expected a whole number from 0 to"),
     ],
 )

@@ -184,6 +184,20 @@ def test_kernels_are_steps_by_their_names():
         "experts": 112.0,
     }
     assert _kernels.matmul_seconds(seconds) == 16.0
+    assert _kernels.copy_seconds(seconds) == 8.0
+
+
+def test_the_parts_are_all_that_a_gpu_works(monkeypatch):
+    seconds = {"Send<int>": 3e-6, "MemcpyD2H": 2e-6, "loop_fusion": 5e-6}
+    monkeypatch.setattr(parts, "SIZES", layers.SIZES[2:])
+    monkeypatch.setattr(parts, "kernel_seconds", lambda run: seconds)
+    rows = list(parts.parts(setup_of(has_peers=False)))
+    found = {row.metric: row for row in rows}
+    assert found["forward: a GPU works, us"].ours == pytest.approx(10)
+    assert found["forward: the exchange's kernels, us"].ours == pytest.approx(3)
+    assert found["forward: copies, us"].ours == pytest.approx(2)
+    send = found["forward + backward: send, us"]
+    assert (send.ours, send.note) == (pytest.approx(5), "50.0% of what the GPU works")
 
 
 def test_our_kernels_are_all_in_a_step():

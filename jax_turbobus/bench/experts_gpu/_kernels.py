@@ -9,14 +9,22 @@ from typing import Any
 
 import jax
 
-__all__ = ["STEPS", "by_step", "kernel_name", "kernel_seconds", "matmul_seconds"]
+__all__ = [
+    "STEPS",
+    "by_step",
+    "copy_seconds",
+    "kernel_name",
+    "kernel_seconds",
+    "matmul_seconds",
+]
 
+_COPIES = ("MemcpyP2P", "MemcpyD2H", "MemcpyH2D")
 # The steps of an exchange, and our kernels of each. What copy engines move between
 # GPUs, or over the host, is sending too.
 STEPS: dict[str, tuple[str, ...]] = {
     "count": ("SmallPlan", "CountByBlock", "ScanBlocks"),
     "pack": ("Positions", "CountNumbered", "Number", "CopyWords", "PackRows"),
-    "send": ("Send", "GradSend", "MemcpyP2P", "MemcpyD2H", "MemcpyH2D"),
+    "send": ("Send", "GradSend", *_COPIES),
     "expand": ("Expand", "UnpackRows", "GradExpand"),
     "partial sums": ("Partial",),
     "sums": ("Sum", "Merge"),
@@ -70,6 +78,11 @@ def by_step(seconds: Mapping[str, float]) -> dict[str, float]:
     for name, spent in seconds.items():
         total[step_of.get(kernel_name(name), "experts")] += spent
     return total
+
+
+def copy_seconds(seconds: Mapping[str, float]) -> float:
+    """Returns the time of copies between GPUs and to and from the host."""
+    return sum(spent for name, spent in seconds.items() if name in _COPIES)
 
 
 def matmul_seconds(seconds: Mapping[str, float]) -> float:

@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from jax_turbobus.bench import peers, routing
 from jax_turbobus.bench._layer import METRICS, Layer, ours
 from jax_turbobus.bench._report import Row
-from jax_turbobus.bench.experts_gpu._kernels import by_step, kernel_seconds
+from jax_turbobus.bench.experts_gpu._kernels import (
+    by_step,
+    copy_seconds,
+    kernel_seconds,
+)
 from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
 from jax_turbobus.bench.experts_gpu.layers import SIZES
 
@@ -40,6 +44,15 @@ def parts(setup: Setup) -> Iterator[Row]:
                 )
                 continue
             yield Row.make(name, f"{metric}: a GPU works, us", total * 1e6)
+            copies = copy_seconds(seconds)
+            kernels = total - copies - by_step(seconds)["experts"]
+            yield Row.make(
+                name,
+                f"{metric}: the exchange's kernels, us",
+                kernels * 1e6,
+                note="as long it takes SMs from the experts; copies do not",
+            )
+            yield Row.make(name, f"{metric}: copies, us", copies * 1e6)
             for step, spent in by_step(seconds).items():
                 yield Row.make(
                     name,
