@@ -18,6 +18,8 @@ namespace turbobus::moe::cuda {
 /// What the exchanges on this process's GPUs have sent, as `TrafficLog` has it
 /// of CPU devices. How many rows go where only kernels know, so they add it up
 /// in counters on their GPU: no call waits, launches or copies anything for it.
+/// Counters stay where they are as long as the GPU's context lives, and only
+/// grow; what a reset sets to zero is how they are read.
 ///
 /// Thread-safe.
 class GpuTraffic {

@@ -1,3 +1,4 @@
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/ragged.cuh"
 
 namespace turbobus::moe::cuda {

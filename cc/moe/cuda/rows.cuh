@@ -1,9 +1,6 @@
 #ifndef TURBOBUS_MOE_CUDA_ROWS_CUH_
 #define TURBOBUS_MOE_CUDA_ROWS_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "moe/cuda/kernels.h"
@@ -229,69 +226,6 @@ __device__ inline void ZeroPadding(const Shape& shape,
   ZeroRows<Vec>(rows, kept, shape.num_rows, shape.row_bytes, warp, num_warps);
 }
 
-// Elements as the kernels calculate with them.
-
-template <typename T>
-struct Arithmetic {
-  using Acc = float;
-  __device__ static float Load(T value) { return static_cast<float>(value); }
-  __device__ static T Store(float value) { return static_cast<T>(value); }
-};
-template <>
-struct Arithmetic<double> {
-  using Acc = double;
-  __device__ static double Load(double value) { return value; }
-  __device__ static double Store(double value) { return value; }
-};
-template <>
-struct Arithmetic<__half> {
-  using Acc = float;
-  __device__ static float Load(__half value) { return __half2float(value); }
-  __device__ static __half Store(float value) { return __float2half_rn(value); }
-};
-template <>
-struct Arithmetic<__nv_bfloat16> {
-  using Acc = float;
-  __device__ static float Load(__nv_bfloat16 value) {
-    return __bfloat162float(value);
-  }
-  __device__ static __nv_bfloat16 Store(float value) {
-    return __float2bfloat16_rn(value);
-  }
-};
-
-/// N elements that are loaded and stored at once.
-template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
-  static constexpr int kSize = N;
-  using Element = T;
-  using Acc = typename Arithmetic<T>::Acc;
-  T element[N];
-
-  __device__ void AddTo(Acc (&sum)[N], Acc scale) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      sum[i] += scale * Arithmetic<T>::Load(element[i]);
-    }
-  }
-  __device__ static Pack From(const Acc (&sum)[N], Acc scale = 1) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      pack.element[i] = Arithmetic<T>::Store(scale * sum[i]);
-    }
-    return pack;
-  }
-  __device__ Acc Dot(const Acc (&other)[N]) const {
-    Acc sum = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      sum += Arithmetic<T>::Load(element[i]) * other[i];
-    }
-    return sum;
-  }
-};
-
 template <typename T>
 __device__ inline T WarpSum(T value) {
 #pragma unroll
@@ -312,28 +246,18 @@ cudaError_t ForVector(int64_t row_bytes, Launch launch) {
   return launch(uint8_t{});
 }
 
-/// The same with a `Pack` of the dtype's elements.
-template <typename Launch>
-cudaError_t ForPack(DType dtype, int64_t row_bytes, Launch launch) {
-  const bool is_wide = row_bytes % 16 == 0;
-  switch (dtype) {
-    case DType::kF32:
-      return is_wide ? launch(Pack<float, 4>{}) : launch(Pack<float, 1>{});
-    case DType::kF64:
-      return is_wide ? launch(Pack<double, 2>{}) : launch(Pack<double, 1>{});
-    case DType::kF16:
-      return is_wide ? launch(Pack<__half, 8>{}) : launch(Pack<__half, 1>{});
-    case DType::kBF16:
-      return is_wide ? launch(Pack<__nv_bfloat16, 8>{})
-                     : launch(Pack<__nv_bfloat16, 1>{});
-    case DType::kOther:
-      break;
-  }
-  return cudaErrorInvalidValue;
-}
-
 inline int NumBlocks(int64_t num_warps) {
   return static_cast<int>((num_warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
+}
+
+/// A warp for each token of each peer.
+inline dim3 PeerGrid(const Shape& shape) {
+  return {static_cast<unsigned>(NumBlocks(shape.num_tokens)),
+          static_cast<unsigned>(shape.num_ranks - 1), 1};
+}
+
+inline bool HasPeerTokens(const Shape& shape) {
+  return shape.num_ranks > 1 && shape.num_tokens > 0;
 }
 
 }  // namespace turbobus::moe::cuda
