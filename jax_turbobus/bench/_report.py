@@ -194,7 +194,7 @@ def table(rows: Sequence[Row]) -> str:
                 peer,
                 ratio,
                 row.required or "",
-                verdict,
+                " ".join(filter(None, (verdict, row.note))),
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -67,6 +67,7 @@ def test_rows_say_what_a_program_held_only_where_they_know():
     bare = Row.make("a", "s", 1.0)
     assert not {"program", "note"} & bare.to_json().keys()
     assert Row(**bare.to_json()) == bare
+    assert _report.table([row, bare]).splitlines()[1].endswith("  n")
 
 
 def test_json_has_a_header_and_a_row_a_line(tmp_path):
