@@ -34,7 +34,14 @@ __global__ void __launch_bounds__(kThreads)
                           ? ReadSlots(shape, args.expert_ids.of[source],
                                       args.positions.of[source], token)
                           : Slots{};
-  const unsigned here = slots.On(shape.rank);
+  unsigned here = slots.On(shape.rank);
+  if (here != 0 && !args.leaving.is_all) {
+    const int number = NumberIn(args.outbox, shape, source, token);
+    if (number < args.leaving.begin[source] ||
+        number >= args.leaving.end[source]) {
+      here = 0;
+    }
+  }
   if (args.tally.bytes != nullptr && blockIdx.z == 0) {
     const int64_t num_rows = __syncthreads_count(here != 0 && Lane() == 0);
     if (threadIdx.x == 0 && num_rows > 0) {

@@ -62,7 +62,8 @@ struct Boxes {
 };
 
 /// Rows [begin, end) of each peer's numbered box, as `Boxes::index` numbers
-/// them: what has come by now. With `is_first` also what needs none of them.
+/// them: what has come by now, or goes first. With `is_first` also what needs
+/// none of them.
 struct Arrived {
   bool is_all = true;
   bool is_first = true;
@@ -218,6 +219,7 @@ struct CombineArgs {
   Peers<const void> weights;
   const uint8_t* rows;  // This rank's experts' results.
   Boxes outbox;         // For the peers' tokens; written by `LaunchPartial`.
+  Arrived leaving;      // `LaunchPartial`: only these rows of it.
   Boxes inbox;          // For this rank's tokens; read by `LaunchSum`.
   Arrived arrived;      // `LaunchSum`: tokens whose last row is one of these.
   uint8_t* out;         // [num_tokens, row]

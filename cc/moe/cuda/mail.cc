@@ -9,6 +9,9 @@ namespace turbobus::moe::cuda {
 namespace {
 
 constexpr int64_t kLeastBytes = 64 << 10;
+/// So many of a size are made before one is taken that is still in use: calls
+/// on different streams would wait for each other.
+constexpr int kEnough = 8;
 
 }  // namespace
 
@@ -27,6 +30,15 @@ void Mail::AddUser(SharedEvent event) {
   users_.push_back(std::move(event));
 }
 
+bool Mail::IsIdle() {
+  const std::lock_guard lock(mutex_);
+  const bool is_idle = std::ranges::all_of(users_, [](const auto& user) {
+    return cudaEventQuery(user.get()) == cudaSuccess;
+  });
+  (void)cudaGetLastError();  // One that is not ready is no error.
+  return is_idle;
+}
+
 MailPool& MailPool::Process() {
   static auto* const pool = new MailPool;
   return *pool;
@@ -36,11 +48,17 @@ StatusOr<std::unique_ptr<Mail>> MailPool::Find(int64_t size_bytes) {
   {
     const std::lock_guard lock(mutex_);
     std::deque<std::unique_ptr<Mail>>& unused = free_[size_bytes];
-    if (!unused.empty()) {
-      std::unique_ptr<Mail> mail = std::move(unused.front());
-      unused.pop_front();
+    auto it = std::ranges::find_if(
+        unused, [](const auto& mail) { return mail->IsIdle(); });
+    if (it == unused.end() && num_made_[size_bytes] >= kEnough) {
+      it = unused.begin();
+    }
+    if (it != unused.end()) {
+      std::unique_ptr<Mail> mail = std::move(*it);
+      unused.erase(it);
       return mail;
     }
+    ++num_made_[size_bytes];
   }
   void* data = nullptr;
   if (const cudaError_t error =

@@ -31,6 +31,9 @@ class Mail {
 
  private:
   friend class MailPool;
+  /// Whether the GPU is done with all that its users have enqueued.
+  bool IsIdle();
+
   uint8_t* const data_;
   const int64_t size_bytes_;
   std::mutex mutex_;
@@ -57,6 +60,7 @@ class MailPool {
   std::mutex mutex_;
   // By size. Guarded by mutex_; the one given back longest ago is first.
   std::map<int64_t, std::deque<std::unique_ptr<Mail>>> free_;
+  std::map<int64_t, int> num_made_;  // Guarded by mutex_.
 };
 
 /// RESOURCE_EXHAUSTED: what to do where `size_bytes` cannot be pinned.

@@ -73,11 +73,21 @@ Status PackedCall::Begin() {
 }
 
 Status PackedCall::SwapMail() {
-  TB_RETURN_IF_ERROR(
-      visit_.MeetWith({reinterpret_cast<uint64_t>(mail_.get())}, mail_));
+  std::vector<uint64_t> values = {reinterpret_cast<uint64_t>(mail_.get()),
+                                  totals_ != nullptr};
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    values.push_back(totals_ != nullptr ? totals_.get()[r] : 0);
+  }
+  TB_RETURN_IF_ERROR(visit_.MeetWith(std::move(values), mail_));
+  all_know_ = true;
   for (int r = 0; r < shape_.num_ranks; ++r) {
     mails_.push_back(reinterpret_cast<Mail*>(visit_.Value(r, 0)));
+    all_know_ = all_know_ && visit_.Value(r, 1) != 0;
+    for (int p = 0; p < shape_.num_ranks; ++p) {
+      early_totals_.push_back(static_cast<int64_t>(visit_.Value(r, 2 + p)));
+    }
   }
+  begun_ = visit_.EventOf(shape_.rank);
   return OkStatus();
 }
 
@@ -147,7 +157,59 @@ Status PackedCall::SwapTotals(const void* address) {
   for (int r = 0; r < shape_.num_ranks; ++r) {
     values.push_back(totals_.get()[r]);
   }
-  return visit_.MeetWith(std::move(values), nullptr);
+  values.push_back(summed_.size());
+  for (const SharedEvent& event : summed_) {
+    values.push_back(reinterpret_cast<uint64_t>(event.get()));
+  }
+  return visit_.MeetWith(
+      std::move(values),
+      std::make_shared<std::vector<SharedEvent>>(std::move(summed_)));
+}
+
+std::vector<cudaEvent_t> PackedCall::ReadyEventsOf(int rank) const {
+  const int first = kFirstTotal + shape_.num_ranks;
+  const auto count = static_cast<int>(visit_.Value(rank, first));
+  std::vector<cudaEvent_t> events;
+  for (int i = 0; i < count; ++i) {
+    events.push_back(
+        reinterpret_cast<cudaEvent_t>(visit_.Value(rank, first + 1 + i)));
+  }
+  events.push_back(visit_.EventOf(rank));
+  return events;
+}
+
+Status PackedCall::SumForPeers(DType dtype, CombineArgs& args) {
+  const auto sum = [&] {
+    return Check(LaunchPartial(shape_, dtype, args, caller_.stream),
+                 "partial-sum kernel");
+  };
+  int64_t most = 0;
+  if (all_know_) {
+    for (int r = 0; r < shape_.num_ranks; ++r) {
+      if (r == shape_.rank) continue;
+      most = std::max(most, EarlyTotal(r, shape_.rank) * shape_.row_bytes);
+    }
+  }
+  const int64_t num_parts =
+      std::clamp<int64_t>(most / kLeastPartBytes, 1, kMostParts);
+  if (num_parts == 1) return sum();
+  args.leaving.is_all = false;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    int64_t first = 0;
+    for (int r = 0; r < shape_.num_ranks; ++r) {
+      if (r == shape_.rank) continue;
+      const int64_t rows = EarlyTotal(r, shape_.rank);
+      args.leaving.begin[r] = args.leaving.end[r];
+      if (part == 0) args.leaving.begin[r] = static_cast<int32_t>(first);
+      args.leaving.end[r] =
+          static_cast<int32_t>(first + rows * (part + 1) / num_parts);
+      first += rows;
+    }
+    TB_RETURN_IF_ERROR(sum());
+    if (part + 1 == num_parts) break;
+    TB_ASSIGN_OR_RETURN(summed_.emplace_back(), visit_.Mark());
+  }
+  return OkStatus();
 }
 
 Status PackedCall::PullRows(bool is_forward) {
@@ -167,10 +229,14 @@ Status PackedCall::PullRows(bool is_forward) {
                                            {caller_.device},
                                            caller_.wiring.Between(peer, me));
       if (!ring.ok()) return visit_.Check(ring.status());
-      const cudaEvent_t own_ready = visit_.EventOf(me);
-      TB_RETURN_IF_ERROR(
-          visit_.Check((*ring)->Await(visit_.EventOf(peer), {&own_ready, 1})));
+      const std::vector<cudaEvent_t> ready = ReadyEventsOf(peer);
+      TB_RETURN_IF_ERROR(visit_.Check((*ring)->Await(ready[0], {&begun_, 1})));
       Transfer& transfer = transfers_.emplace_back();
+      const auto num_ready = static_cast<int64_t>(ready.size());
+      for (int64_t part = 1; part < num_ready; ++part) {
+        transfer.gates.push_back(
+            {num_rows * part / num_ready * shape_.row_bytes, ready[part]});
+      }
       transfer.peer = peer;
       transfer.from =
           reinterpret_cast<const uint8_t*>(visit_.Value(peer, kAddress)) +
@@ -213,6 +279,7 @@ Status PackedCall::ForParts(const std::function<Status(const Arrived&)>& use) {
         (transfer.to[0] - scratch_.inbox) / shape_.row_bytes;
     arrived.end[transfer.peer] = static_cast<int32_t>(first_row[transfer.peer]);
   }
+  if (transfers_.empty()) return use({});
   for (int part = 0; part < num_parts_; ++part) {
     arrived.is_first = part == 0;
     for (const Transfer& transfer : transfers_) {

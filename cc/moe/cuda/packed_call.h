@@ -65,12 +65,19 @@ class PackedCall {
   /// or waits until the GPU has numbered them.
   Status SwapTotals(const void* address);
 
+  /// When the parts are there that a peer packed for this rank, from the
+  /// meeting that swapped totals.
+  std::vector<cudaEvent_t> ReadyEventsOf(int rank) const;
+
   /// The host's part of a ring transfer: from each peer's packed rows into this
   /// rank's. `is_forward`: rows of the peers' tokens; else of this rank's.
   Status PullRows(bool is_forward);
   /// Calls `use` for each part of the pulled rows, on which the caller's stream
   /// has then waited.
   Status ForParts(const std::function<Status(const Arrived&)>& use);
+  /// Sums up what goes to the peers, in parts if all hosts know how many rows
+  /// there are: the first is on its way while the next is summed up.
+  Status SumForPeers(DType dtype, CombineArgs& args);
   /// Makes the caller's stream wait for all that is pulled.
   Status AwaitReceived();
   /// Every token of this rank into every peer's inbox.
@@ -109,6 +116,10 @@ class PackedCall {
   /// The same box for all peers, rows numbered by `index`.
   Boxes Numbered(uint8_t* rows, const int32_t* index) const;
 
+  /// The same before the totals are swapped; only if `all_know_`.
+  int64_t EarlyTotal(int tokens_of, int rows_on) const {
+    return early_totals_[tokens_of * shape_.num_ranks + rows_on];
+  }
   /// Rows that the tokens of one rank have on another, one each.
   int64_t Total(int tokens_of, int rows_on) const;
   Status Check(cudaError_t error, const char* what) {
@@ -133,6 +144,14 @@ class PackedCall {
   /// The host's totals: null until it has some.
   std::shared_ptr<const int32_t> totals_;
   SharedEvent counted_;  // After it they are in mail.
+  /// Whether all ranks knew theirs when they swapped mail, and what.
+  bool all_know_ = false;
+  std::vector<int64_t> early_totals_;  // [num_ranks, num_ranks]
+  /// After it this call's memory is nobody else's. `visit_` keeps it.
+  cudaEvent_t begun_ = nullptr;
+  /// After each, one more part of what goes to the peers is there; the last
+  /// part is when the totals are swapped.
+  std::vector<SharedEvent> summed_;
   std::shared_ptr<Mail> mail_;
   std::vector<Mail*> mails_;  // By rank; `visit_` keeps them.
   std::vector<Transfer> transfers_;

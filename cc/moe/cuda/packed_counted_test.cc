@@ -173,7 +173,25 @@ TEST_P(PackedCountedCases, GiveTheBitsOfDirectOnes) {
              RunAll(GetParam(), How::kDirect, 0xa5));
 }
 
-INSTANTIATE_TEST_SUITE_P(, PackedCountedCases, ::testing::ValuesIn(kCases),
+INSTANTIATE_TEST_SUITE_P(Small, PackedCountedCases, ::testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+// Of so many bytes that what goes to a peer is summed up in parts.
+const Case kLarge[] = {
+    {.name = "FourParts",
+     .num_tokens = 6000,
+     .hidden = 1024,
+     .num_rows = 13000},
+    {.name = "TwoPartsOfThreeRanks",
+     .num_ranks = 3,
+     .num_tokens = 5000,
+     .num_experts = 9,
+     .hidden = 1024,
+     .routing = "masked",
+     .num_rows = 11000},
+};
+
+INSTANTIATE_TEST_SUITE_P(Large, PackedCountedCases, ::testing::ValuesIn(kLarge),
                          [](const auto& info) { return info.param.name; });
 
 TEST_P(PackedCountedCases, DispatchTheSameWhenTheyWereCountedEarly) {

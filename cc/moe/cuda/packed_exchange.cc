@@ -131,6 +131,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
       .weights = Weights(),
       .rows = call.rows,
       .outbox = Numbered(scratch_.outbox, scratch_.peer_index),
+      .leaving = {},
       .inbox = Numbered(scratch_.inbox, scratch_.own_index),
       .arrived = {},
       .out = call.sums,
@@ -148,19 +149,20 @@ Status PackedCall::Combine(const GpuCombine& call) {
   } else {
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/false));
   }
-  TB_RETURN_IF_ERROR(
-      Check(LaunchPartial(shape_, call.dtype, args, caller_.stream),
-            "partial-sum kernel"));
+  TB_RETURN_IF_ERROR(SumForPeers(call.dtype, args));
+  const auto sum = [&](const Arrived& arrived) {
+    args.arrived = arrived;
+    return Check(LaunchSum(shape_, call.dtype, args, caller_.stream),
+                 "sum kernel");
+  };
   if (layout_.is_mailed) {
     TB_RETURN_IF_ERROR(visit_.MeetLast());
-  } else {
-    TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
-    TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/false));
-    TB_RETURN_IF_ERROR(AwaitReceived());
+    return sum({});
   }
-  TB_RETURN_IF_ERROR(
-      Check(LaunchSum(shape_, call.dtype, args, caller_.stream), "sum kernel"));
-  return layout_.is_mailed ? OkStatus() : EndTransfers();
+  TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
+  TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/false));
+  TB_RETURN_IF_ERROR(ForParts(sum));
+  return EndTransfers();
 }
 
 Status PackedCall::CombineGrad(const GpuCombineGrad& call) {

@@ -339,6 +339,7 @@ TEST_F(PackedSpeed, DISABLED_OfKernels) {
         .weights = {},
         .rows = rows.as(),
         .outbox = {.of = both(outbox.as()), .index = index.as<int32_t>()},
+        .leaving = {},
         .inbox = {.of = both(inbox.as()), .index = index.as<int32_t>()},
         .arrived = {},
         .out = sums.as(),

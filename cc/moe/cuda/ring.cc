@@ -225,6 +225,14 @@ Status Ring::Await(cudaEvent_t source_ready,
   return send_ == nullptr ? OkStatus() : Wait(send_, source_ready);
 }
 
+Status Ring::AwaitSource(cudaEvent_t source_ready) {
+  if (send_ != nullptr) return Wait(send_, source_ready);
+  for (const cudaStream_t stream : receive_) {
+    TB_RETURN_IF_ERROR(Wait(stream, source_ready));
+  }
+  return OkStatus();
+}
+
 Status Ring::Copy(const void* from, std::span<void* const> to,
                   int64_t size_bytes) {
   const auto copy = [&](void* target, const void* source, cudaStream_t stream) {

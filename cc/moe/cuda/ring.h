@@ -64,6 +64,9 @@ class Ring {
   Status Await(cudaEvent_t source_ready,
                std::span<const cudaEvent_t> reader_ready);
 
+  /// What is copied from now on is read after `source_ready`, too.
+  Status AwaitSource(cudaEvent_t source_ready);
+
   /// Enqueues the copy of a block of at most `block_bytes`.
   Status Copy(const void* from, std::span<void* const> to, int64_t size_bytes);
 

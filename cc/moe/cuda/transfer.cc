@@ -25,6 +25,7 @@ Status RecordParts(Transfer& transfer, int64_t done) {
 
 Status EnqueueBlocks(std::span<Transfer> transfers) {
   std::vector<int64_t> done(transfers.size());
+  std::vector<size_t> next_gate(transfers.size());
   std::vector<void*> to;
   for (bool is_over = false; !is_over;) {
     is_over = true;
@@ -36,6 +37,11 @@ Status EnqueueBlocks(std::span<Transfer> transfers) {
       is_over = false;
       to.clear();
       for (uint8_t* const target : transfer.to) to.push_back(target + done[i]);
+      const auto& gates = transfer.gates;
+      for (size_t& next = next_gate[i];
+           next < gates.size() && gates[next].begin < done[i] + size; ++next) {
+        TB_RETURN_IF_ERROR(transfer.ring->AwaitSource(gates[next].ready));
+      }
       TB_RETURN_IF_ERROR(
           transfer.ring->Copy(transfer.from + done[i], to, size));
       done[i] += size;

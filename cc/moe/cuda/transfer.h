@@ -22,6 +22,13 @@ struct Transfer {
 
   int num_parts = 1;
 
+  /// From byte `begin` on there is nothing to read before `ready`. In order.
+  struct Gate {
+    int64_t begin = 0;
+    cudaEvent_t ready = nullptr;
+  };
+  std::vector<Gate> gates;
+
   // Set by `Enqueue`:
   /// After it nothing is read any more.
   SharedEvent sent;
