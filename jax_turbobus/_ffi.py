@@ -4,7 +4,10 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import jax
 
@@ -32,6 +35,28 @@ CUDA_ONLY = (
 )
 
 
+_T = TypeVar("_T")
+_lock = threading.RLock()
+
+
+def _once(function: Callable[[], _T]) -> Callable[[], _T]:
+    """Returns a function that runs once in a process, whichever threads call it first.
+
+    The others wait for it. What raises runs again at the next call.
+    """
+    results: list[_T] = []
+
+    @functools.wraps(function)
+    def once() -> _T:
+        if not results:
+            with _lock:
+                if not results:
+                    results.append(function())
+        return results[0]
+
+    return once
+
+
 def check_api_version(library: str, built_against: tuple[int, int]) -> None:
     """Refuses a library that this jaxlib would choke on.
 
@@ -57,7 +82,7 @@ def check_api_version(library: str, built_against: tuple[int, int]) -> None:
     )
 
 
-@functools.cache
+@_once
 def core() -> ModuleType:
     """Returns the C++ extension, with its FFI targets registered for CPU.
 
@@ -77,7 +102,7 @@ def core() -> ModuleType:
     return _core
 
 
-@functools.cache
+@_once
 def cuda() -> ModuleType | None:
     """Returns the CUDA library with its targets registered, or None without CUDA.
 
@@ -123,7 +148,7 @@ def _register(library: ModuleType, platform: str) -> None:
         jax.ffi.register_ffi_target(name, stages, platform=platform)
 
 
-@functools.cache
+@_once
 def register() -> None:
     """Registers every FFI target; what each public call does first."""
     core()

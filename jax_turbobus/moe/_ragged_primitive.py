@@ -2,8 +2,9 @@
 
 What ranks must know of each other (a key that names the call, and everybody's
 offsets and sizes) is gathered in the lowering: so each call in a program has a key of
-its own, whatever JAX's transforms did to the call before. GPUs of one process need neither: a
-call is known by its place in the run, and tables are read where they lie, or mailed.
+its own, whatever JAX's transforms did to the call before. GPUs of one process need
+neither: a call is known by its place in the run, and tables are read where they lie, or
+mailed.
 """
 
 import functools

@@ -281,3 +281,26 @@ assert_same_bytes(out, x[:8 * MIB])
         CUDA_VISIBLE_DEVICES=visible,
     )
     assert "in flight 0" in out
+
+
+def test_programs_compiled_in_threads_at_first_use():
+    """The engine starts once, whichever thread needs it first."""
+    said = run_python(
+        PRELUDE.replace("_ffi.register()", "")
+        + """
+import concurrent.futures, threading
+import jax.numpy as jnp
+together = threading.Barrier(8)
+host = jax.device_put(jnp.arange(1000.0), jax.sharding.SingleDeviceSharding(
+    gpus()[0], memory_kind="pinned_host"))
+def use(i):
+    together.wait()
+    f = jax.jit(lambda x: tb.to_device(x) * i)
+    return float(f.lower(host).compile()(host).sum())
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(use, range(8)))
+assert found == [499500.0 * i for i in range(8)], found
+print("done")
+"""
+    )
+    assert said.rstrip().endswith("done")
