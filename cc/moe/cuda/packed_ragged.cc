@@ -193,7 +193,6 @@ Status PackedRagged::Post(const LocalMove& move, int32_t* table) {
 }
 
 Status PackedRagged::Pack(const LocalMove& move) {
-  TB_RETURN_IF_ERROR(Post(move, pack_table_));
   RaggedPushArgs args;
   args.operand = call_.source;
   args.scratch = pack_scratch_;
@@ -219,7 +218,6 @@ Status PackedRagged::Pull() {
 }
 
 Status PackedRagged::Unpack(const LocalMove& move) {
-  TB_RETURN_IF_ERROR(Post(move, unpack_table_));
   if (is_forward()) {
     RaggedPushArgs args;
     args.operand = boxes_;
@@ -248,6 +246,10 @@ Status PackedRagged::Run() {
     TB_ASSIGN_OR_RETURN(const LocalMove unpack,
                         Make(plan_.unpack, is_forward(), result_rows()));
     TB_RETURN_IF_ERROR(Allocate(pack, unpack));
+    // A copy from memory that is not pinned may wait for the stream: both
+    // before it waits for peers.
+    TB_RETURN_IF_ERROR(Post(pack, pack_table_));
+    TB_RETURN_IF_ERROR(Post(unpack, unpack_table_));
     TB_RETURN_IF_ERROR(Pack(pack));
     TB_RETURN_IF_ERROR(Pull());
     TB_RETURN_IF_ERROR(Unpack(unpack));
