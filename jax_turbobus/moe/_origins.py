@@ -8,12 +8,12 @@ stands in the program; slots that come as an argument, or around a loop, may be
 anyone's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
 
-__all__ = ["is_counted"]
+__all__ = ["counted_before", "is_counted"]
 
 # Of an exchange's data: the expert ids, and what their slots or early count are.
 _OPERANDS = {
@@ -46,6 +46,44 @@ def is_counted(name: str, data: Sequence[Any]) -> bool:
     else:
         made_of = 1 if target in _DISPATCHES and made.result_number == 3 else None
     return made_of is not None and bool(ids == _origin(made.owner.operands[made_of]))
+
+
+def counted_before(name: str, data: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Returns another call's slots that are an exchange's own, and a result of it.
+
+    A gradient of dispatch asks the GPU for what the gradient of its combine has asked
+    before, if that stands in the same body and reads the same. It knows it, too, if it
+    takes the very slots, and cannot come first.
+
+    Args:
+      name: of the exchange.
+      data: its operands, IR values.
+    """
+    if name != "dispatch_grad":
+        return None
+    ids, slots = (_origin(data[i]) for i in _OPERANDS[name])
+    ids_operand, slots_operand = _OPERANDS["combine_grad"]
+    here = ir.InsertionPoint.current.block
+    for op, operand in _readers(slots):
+        if (
+            op.name == "stablehlo.custom_call"
+            and _target_of(op.results[0]) == "turbobus_moe_combine_grad"
+            and operand == slots_operand
+            and op.operation.block == here
+            and _origin(op.operands[ids_operand]) == ids
+        ):
+            return op.operands[slots_operand], op.results[-1]
+    return None
+
+
+def _readers(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yields the operations that read a value, and as which of their operands."""
+    for use in value.uses:
+        op, operand = use.owner, use.operand_number
+        if op.name == "stablehlo.optimization_barrier":
+            yield from _readers(op.results[operand])
+        else:
+            yield op, operand
 
 
 def _origin(value: Any) -> Any:

@@ -252,8 +252,15 @@ def _lower_data_to_target(
     start reads arrays that nobody keeps until the exchange is finished.
     """
     params = params | _devices.ranks_of(ctx, params["axes"])
-    params["is_counted"] = _origins.is_counted(name, operands[NUM_MEETING_OPERANDS:])
-    data = _in_flight.barrier(operands[NUM_MEETING_OPERANDS:])
+    data = list(operands[NUM_MEETING_OPERANDS:])
+    is_counted = _origins.is_counted(name, data)
+    before = None if is_counted else _origins.counted_before(name, data)
+    if before is None:
+        data = _in_flight.barrier(data)
+    else:
+        slots, result = before
+        *data, _ = _in_flight.barrier([*data[:-1], slots, result])
+    params["is_counted"] = is_counted or before is not None
     ctx = ctx.replace(avals_in=ctx.avals_in[NUM_MEETING_OPERANDS:])
     results = lower_to_target(name, ctx, data, params, not_attributes)
     if has_side_effect:

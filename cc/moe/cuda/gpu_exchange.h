@@ -64,7 +64,8 @@ struct GpuCount {
 struct GpuCombine {
   Shape shape;
   /// Whether `slots` are known to be what a dispatch of this run by the same
-  /// ids returned: then the host need not wait until the GPU has counted rows.
+  /// ids returned, or a combine's gradient has read: then the host need not
+  /// wait until the GPU has counted rows.
   bool is_counted = false;
   DType dtype = DType::kF32;
   const uint8_t* rows = nullptr;

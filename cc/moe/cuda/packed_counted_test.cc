@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moe/cuda/known_totals.h"
+#include "moe/cuda/mail.h"
 #include "moe/cuda/packed_exchange.h"
 #include "moe/cuda/packed_runs.h"
 #include "moe/cuda/total_faults.h"
@@ -22,6 +23,7 @@ namespace turbobus::moe::cuda {
 namespace {
 
 using testing::Case;
+using testing::CombineGradOf;
 using testing::CombineOf;
 using testing::DeviceBytes;
 using testing::DispatchOf;
@@ -231,6 +233,37 @@ TEST_F(PackedCounted, ADispatchThatWasCountedIsEnqueuedWhileTheGpuIsBusy) {
       all.IsAhead([&](const Caller& caller) { return all.Dispatch(caller); }));
 }
 
+TEST_F(PackedCounted, WhatWasCountedEarlyGivesItsMailBackWhenItIsUsed) {
+  Dispatched all;
+  std::vector<DeviceBytes> early;
+  for (int r = 0; r < kOne.num_ranks; ++r) {
+    (void)cudaSetDevice(all.ranks.devices()[r]);
+    early.emplace_back(int64_t{4} * kOne.num_tokens * kOne.top_k, 0x5a);
+  }
+  const auto runs = [&](int64_t first, int64_t last) {
+    for (int64_t run = first; run < last; ++run) {
+      ExpectOk(all.ranks.Call([&](Caller caller) -> Status {
+        caller.key.run_id = run;
+        GpuCount call;
+        call.shape = kOne.ShapeOf(caller.rank);
+        call.parts = {{all.memory[caller.rank].ids.as<int32_t>(),
+                       early[caller.rank].as<int32_t>()}};
+        const DeviceBytes memory =
+            DeviceBytes::Scratch(ScratchBytes(caller, call));
+        call.scratch = memory.as();
+        TB_RETURN_IF_ERROR(RunCount(caller, call));
+        ++caller.key.position;
+        TB_RETURN_IF_ERROR(all.Dispatch(caller, early[caller.rank].as()));
+        return FromCuda(cudaStreamSynchronize(caller.stream), "a run");
+      }));
+    }
+  };
+  runs(100, 110);
+  const int64_t before = MailPool::Process().total_bytes();
+  runs(110, 150);
+  EXPECT_EQ(MailPool::Process().total_bytes(), before);
+}
+
 TEST_F(PackedCounted, ACombineIsEnqueuedWhileTheGpuIsBusy) {
   Dispatched all;
   EXPECT_TRUE(all.CombinesAhead(1, /*is_counted=*/true));
@@ -244,6 +277,20 @@ TEST_F(PackedCounted, ACombineThatDoesNotKnowItsDispatchWaits) {
 TEST_F(PackedCounted, ADispatchOfAnotherRunIsNotKnown) {
   Dispatched all;
   EXPECT_FALSE(all.CombinesAhead(2, /*is_counted=*/true));
+}
+
+TEST_F(PackedCounted, AGradientOfDispatchKnowsWhatThatOfCombineHasCounted) {
+  Dispatched all;
+  constexpr int64_t kRun = 3;  // In which nobody has dispatched.
+  ExpectOk(all.ranks.Call([&](Caller caller) {
+    caller.key.run_id = kRun;
+    RankMemory& own = all.memory[caller.rank];
+    GpuCombineGrad call = CombineGradOf(kOne, caller.rank, own);
+    call.is_counted = false;
+    call.scratch = ScratchFor(caller, call, own);
+    return RunCombineGrad(caller, call);
+  }));
+  EXPECT_TRUE(all.CombinesAhead(kRun, /*is_counted=*/true));
 }
 
 TEST_F(PackedCounted, OneRankMayNotKnowWhatOthersDo) {

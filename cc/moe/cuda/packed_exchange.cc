@@ -205,6 +205,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
     TB_RETURN_IF_ERROR(send(true, false));
     TB_RETURN_IF_ERROR(SwapMail());
     TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
+    Remember(call.slots);
     TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/true));
     TB_RETURN_IF_ERROR(ReadTables());
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/false));

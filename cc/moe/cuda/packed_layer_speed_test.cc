@@ -252,19 +252,25 @@ class Chunked {
     caller_ = ranks.CallerOf(rank_, 0);
     caller_.key.run_id = run_id;
     is_counted_ = is_counted;
+    next_mark_ = 0;
     const auto start = Clock::now();
+    TB_RETURN_IF_ERROR(Mark("begin"));
     if (is_counted && chunks_.size() > 1) {
       GpuCount count = Count();
       count.scratch = count_scratch_.as();
       TB_RETURN_IF_ERROR(RunCount(Next(caller_.stream), count));
     }
+    TB_RETURN_IF_ERROR(Mark("counted"));
     TB_RETURN_IF_ERROR(RunDispatch(Next(caller_.stream), DispatchOf(0)));
+    TB_RETURN_IF_ERROR(Mark("first dispatched"));
     for (size_t i = 0; i < chunks_.size(); ++i) {
       const bool is_last = i + 1 == chunks_.size();
       if (!is_last) TB_RETURN_IF_ERROR(StartDispatch(i + 1));
       (void)cudaMemsetAsync(stand_in_.as(), 1, stand_in_.size(),
                             caller_.stream);
+      TB_RETURN_IF_ERROR(Mark("experts"));
       if (i > 0) TB_RETURN_IF_ERROR(Finish(chunks_[i - 1].sums.as()));
+      TB_RETURN_IF_ERROR(Mark("combined"));
       if (is_last) {
         TB_RETURN_IF_ERROR(
             RunCombine(Next(caller_.stream), chunks_[i].Combine(is_counted_)));
@@ -274,14 +280,41 @@ class Chunked {
         return RunCombine(call, chunks_[i].Combine(is_counted_));
       }));
       TB_RETURN_IF_ERROR(Finish(chunks_[i + 1].rows.as()));
+      TB_RETURN_IF_ERROR(Mark("dispatched"));
     }
+    TB_RETURN_IF_ERROR(Mark("end"));
     TB_RETURN_IF_ERROR(
         FromCuda(cudaStreamSynchronize(caller_.stream), "the layer"));
     const std::chrono::duration<double, std::milli> took = Clock::now() - start;
     return took.count();
   }
 
+  /// When the GPU was where in the last run, by the host's clock beside it.
+  void Print() const {
+    for (size_t i = 0; i < next_mark_; ++i) {
+      std::printf("  %-18s %7.3f  enqueued %7.3f\n", marks_[i].name,
+                  Elapsed(marks_[0].event, marks_[i].event),
+                  std::chrono::duration<double, std::milli>(marks_[i].enqueued -
+                                                            marks_[0].enqueued)
+                      .count());
+    }
+  }
+
  private:
+  struct OneMark {
+    const char* name;
+    cudaEvent_t event;
+    Clock::time_point enqueued;
+  };
+  Status Mark(const char* name) {
+    if (next_mark_ == marks_.size()) {
+      (void)cudaEventCreate(&marks_.emplace_back().event);
+    }
+    OneMark& mark = marks_[next_mark_++];
+    mark.name = name;
+    mark.enqueued = Clock::now();
+    return FromCuda(cudaEventRecord(mark.event, caller_.stream), "a mark");
+  }
   GpuCount Count() const {
     GpuCount call;
     call.shape = chunks_[0].shape;
@@ -312,15 +345,20 @@ class Chunked {
   }
   Status Beside(const void* result,
                 const std::function<Status(const Caller&)>& enqueue) {
-    return SideStreams::Process().Run(
+    return Streams().Run(
         Program(), {result},
         [&](const StatusOr<SideStreams::Lane*>& lane) -> Status {
           TB_RETURN_IF_ERROR(lane.status());
           return enqueue(Next((*lane)->stream()));
         });
   }
+  /// As many lanes for each rank as there are for a device.
+  static SideStreams& Streams() {
+    static SideStreams streams(2 * kRanks);
+    return streams;
+  }
   Status Finish(const void* result) {
-    return SideStreams::Process().Join(Program(), {result});
+    return Streams().Join(Program(), {result});
   }
 
   const int rank_;
@@ -328,6 +366,8 @@ class Chunked {
   std::vector<Layer> chunks_;
   std::vector<DeviceBytes> early_;
   DeviceBytes count_scratch_;
+  std::vector<OneMark> marks_;
+  size_t next_mark_ = 0;
   Caller caller_;
   bool is_counted_ = false;
 };
@@ -366,6 +406,7 @@ TEST(PackedLayerSpeed, DISABLED_OfChunks) {
                     static_cast<long long>(gib), num_chunks,
                     is_counted ? "counted early" : "hosts wait",
                     times[times.size() / 2]);
+        if (gib > 0 && is_counted) layers[0]->Print();
       }
     }
   }

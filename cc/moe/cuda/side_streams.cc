@@ -67,13 +67,16 @@ SideStreams& SideStreams::Process() {
 StatusOr<std::unique_ptr<SideStreams::Lane>> SideStreams::TakeLane(int device) {
   {
     const std::lock_guard lock(mutex_);
-    std::vector<std::unique_ptr<Lane>>& lanes = free_[device];
-    if (!lanes.empty()) {
-      std::unique_ptr<Lane> lane = std::move(lanes.back());
-      lanes.pop_back();
+    // The one that was used longest ago: what was started last may be long
+    // under way when the next exchange can begin.
+    std::deque<std::unique_ptr<Lane>>& lanes = free_[device];
+    if (num_lanes_[device] >= lanes_a_device_ && !lanes.empty()) {
+      std::unique_ptr<Lane> lane = std::move(lanes.front());
+      lanes.pop_front();
       lane->used_bytes_ = 0;
       return lane;
     }
+    ++num_lanes_[device];
   }
   return Lane::Create();
 }

@@ -32,7 +32,8 @@ class SideStreams {
   };
 
   /// A stream and its scratch memory, lent to one call at a time. Calls that
-  /// follow each other use the same memory: the stream keeps them in order.
+  /// follow each other on it use the same memory: the stream keeps them in
+  /// order.
   class Lane {
    public:
     static StatusOr<std::unique_ptr<Lane>> Create();
@@ -52,7 +53,12 @@ class SideStreams {
     int64_t used_bytes_ = 0;
   };
 
+  /// Two lanes are enough for `expert_parallel`: a dispatch and a combine are
+  /// under way at once.
   static SideStreams& Process();
+
+  explicit SideStreams(int lanes_a_device = 2)
+      : lanes_a_device_(lanes_a_device) {}
 
   /// Enqueues an exchange by `enqueue`, which gets its lane, or the reason why
   /// there is none: it is called once in any case, since other ranks may wait
@@ -87,10 +93,12 @@ class SideStreams {
   /// Makes `program`'s stream wait for what other programs left on its device.
   Status AwaitOthers(const Program& program);
 
+  const int lanes_a_device_;
   std::mutex mutex_;
-  std::map<int, std::vector<std::unique_ptr<Lane>>>
-      free_;                        // Guarded by mutex_.
-  std::deque<UnderWay> under_way_;  // Guarded by mutex_; oldest first.
+  // All guarded by mutex_. Lanes by device, the one used longest ago first.
+  std::map<int, std::deque<std::unique_ptr<Lane>>> free_;
+  std::map<int, int> num_lanes_;
+  std::deque<UnderWay> under_way_;  // Oldest first.
 };
 
 }  // namespace turbobus::moe::cuda

@@ -16,8 +16,8 @@ namespace {
 constexpr std::chrono::microseconds kYieldFor{200};
 constexpr std::chrono::microseconds kSleep{20};
 
-/// While it lives, sleeps of this thread end on time: Linux lets them take 50 µs
-/// longer otherwise, to wake threads together.
+/// While it lives, sleeps of this thread end on time: Linux lets them take 50
+/// µs longer otherwise, to wake threads together.
 class PunctualSleeps {
  public:
   PunctualSleeps() : slack_ns_(prctl(PR_GET_TIMERSLACK)) {
