@@ -12,7 +12,7 @@ from jax_turbobus._profile_exchange import Exchange, PairRate
 from jax_turbobus._profile_file import PathRate, Profile
 from jax_turbobus.commands import _findings
 from jax_turbobus.commands import profile as command
-from jax_turbobus.moe import _measured
+from jax_turbobus.moe import _measured, _starts
 
 A, B = "aaaa", "bbbb"
 MIB = 1 << 20
@@ -282,6 +282,9 @@ def test_one_gpu_measures_what_it_can(gpu):
         assert 1e8 < row["bytes_per_s"] < 1e12
     best = max(row["bytes_per_s"] for row in found.sweep)
     assert all(pair.bytes_per_s > 0.3 * best for pair in found.pairs)
+    devices = jax.local_devices()
+    ids = _starts._ids(16, len(devices))
+    assert 0 < _starts.seconds_of_exchange(devices, "packed", ids) < 1
     if len(library.gpus()) == 1:
         assert found.starts == {}
         assert any("there is one GPU" in remark for remark in found.remarks)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jax_turbobus import moe
+from jax_turbobus import _ffi, moe
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.experts_gpu._kernels import kernel_name, kernel_seconds
 from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
@@ -109,6 +109,9 @@ def links(setup: Setup) -> Iterator[Row]:
         yield Row.make(
             case, "of 44 GB/s, 80 % of the link", rate / 44, note="the goal: 1"
         )
+        alone = _rings_alone(setup, size_bytes)
+        if alone is not None:
+            yield Row.make(case, "rings alone, nothing packed, GB/s sent", alone)
     if setup.has_peers:
         yield from _kernels_of(case, lambda: one(tokens), size_bytes)
 
@@ -162,3 +165,15 @@ def _rate(setup: Setup, copies: Sequence[tuple[jax.Array, Sharding]]) -> float:
 
     size_bytes = copies[0][0].nbytes * _COPIES
     return float(size_bytes / setup.times({"copies": run})["copies"] / 1e9)
+
+
+def _rings_alone(setup: Setup, size_bytes: int) -> float | None:
+    """Returns GB/s of the slowest way to the next rank, nothing else being done."""
+    library = _ffi.cuda()
+    if library is None:  # CPU devices stand in.
+        return None
+    gpus = [device.local_hardware_id for device in setup.devices]
+    ways = [(a, b, "host") for a, b in zip(gpus, gpus[1:] + gpus[:1], strict=True)]
+    slots = library.exchange_slots()
+    seconds = library.time_ways(ways, size_bytes, *slots, max(setup.rounds, 1))
+    return float(size_bytes / max(seconds) / 1e9)
