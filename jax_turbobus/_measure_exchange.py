@@ -134,9 +134,12 @@ def _with_starts(exchange: Exchange, library: Any, devices: Sequence[Any]) -> Ex
             "how exchanges through host memory start was not measured: these GPUs "
             "reach each other's memory",
         )
-    return dataclasses.replace(
-        exchange, starts=_starts.measure(links, devices), remarks=remarks
-    )
+    try:
+        starts = _starts.measure(links, devices)
+    except (RuntimeError, ValueError) as error:
+        starts = {}
+        remarks = (f"what a small exchange takes was not measured: {error}",)
+    return dataclasses.replace(exchange, starts=starts, remarks=remarks)
 
 
 def _reach_each_other(library: Any, a: int, b: int) -> bool:

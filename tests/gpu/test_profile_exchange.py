@@ -210,6 +210,17 @@ def test_fewer_devices_than_gpus_are_no_reason_to_fail():
     assert any("JAX uses 1 of 2 GPUs" in remark for remark in found.remarks)
 
 
+def test_exchanges_that_fail_leave_slots_and_rates(monkeypatch):
+    def fail(links, devices):
+        raise RuntimeError("rank 1 did not come")
+
+    monkeypatch.setattr(_measure_exchange._starts, "measure", fail)
+    found = _measure_exchange.measure(Library(), [0, 1], repeats=1)
+    assert found.starts == {}
+    assert len(found.pairs) == 2
+    assert any("rank 1 did not come" in remark for remark in found.remarks)
+
+
 def test_rings_take_the_measured_slots_unless_the_environment_says_so(monkeypatch):
     monkeypatch.delenv("JAX_TURBOBUS_EXCHANGE_SLOTS", raising=False)
     monkeypatch.delenv("JAX_TURBOBUS_EXCHANGE_SLOT_BYTES", raising=False)
