@@ -40,10 +40,16 @@ def run(
       expert_fn: of rows and group sizes; traced once for all chunks.
       chunks: of one shape.
     """
-    first, early = _counted(chunks)
+    # Counted later, a chunk's host would wait behind the experts of the one before. The
+    # first dispatch waits for no more than the second chunk's count.
+    first = chunks[0]
+    tokens, early = _counted(first.tokens, chunks[1:2])
+    first = first._replace(tokens=tokens)
     rows, sizes, state = _dispatch.received(
         first, _linear.send(first.routing, *first.sent)
     )
+    rows, others = _counted(rows, chunks[2:])
+    early += others
     experts: Any = expert_fn
     closed_over: list[jax.Array] = []
     if len(chunks) > 1:
@@ -97,23 +103,24 @@ def _is_whole(operands: _dispatch.Operands) -> bool:
 
 
 def _counted(
-    chunks: Sequence[_dispatch.Operands],
-) -> tuple[_dispatch.Operands, list[jax.Array]]:
-    """Returns the first chunk, and what names the counts of the others.
+    x: jax.Array, chunks: Sequence[_dispatch.Operands]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns `x`, and what names the counts of the chunks.
 
-    GPUs count before the first chunk is dispatched: later they would do it behind the
-    experts of the chunk before, and whose host had to know would wait as long.
+    GPUs count when `x` goes in and before it comes out.
     """
-    first, *others = chunks
+    if not chunks:
+        return x, []
+    routing, tokens, _, _ = chunks[0]
     # For JAX of the tokens, too: it would take a loop's count of ids that are the same
     # in all steps out of the loop, and nobody knows there what comes in.
-    ids = [_in_flight.anchor(chunk.expert_ids, [first.tokens]) for chunk in others]
-    if not others or _is_whole(first):
-        return first, ids
-    row_bytes = first.tokens.shape[1] * first.tokens.dtype.itemsize
-    early = _exchange.count(first.routing, ids, row_bytes)
-    tokens, *early = _in_flight.in_order(first.tokens, *early, on_gpus=True)
-    return first._replace(tokens=tokens), early
+    ids = [_in_flight.anchor(c.expert_ids, [c.tokens]) for c in chunks]
+    if _is_whole(chunks[0]):
+        return x, ids
+    x, *ids = _in_flight.in_order(x, *ids, on_gpus=True)
+    early = _exchange.count(routing, ids, tokens.shape[1] * tokens.dtype.itemsize)
+    x, *early = _in_flight.in_order(x, *early, on_gpus=True)
+    return x, early
 
 
 def _after_sums(chunk: _dispatch.Operands, sums: list[jax.Array]) -> _dispatch.Operands:

@@ -248,13 +248,14 @@ def starts(hlo):
 def test_chunks_are_counted_before_the_first_experts(apart, f):
     hlo = compiled(apart, f)
     assert starts(hlo) == (2, 2)
-    assert hlo.counts()["turbobus_moe_count"] == 1
+    assert hlo.counts()["turbobus_moe_count"] == 2
     (called,) = (
         re.findall(r'custom_call_target="turbobus_moe_(\w+)"', text)
         for text in hlo.split("\n}")
         if "turbobus_moe_count" in text
     )
-    assert called[:2] == ["count", "dispatch"]
+    # The second chunk's count is what the first dispatch would have to wait for.
+    assert called[:4] == ["count", "dispatch", "count", "dispatch_start"]
 
 
 def test_two_layers_of_the_same_ids_are_counted_each(apart):

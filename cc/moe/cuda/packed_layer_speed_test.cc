@@ -242,9 +242,8 @@ class Chunked {
       early_.push_back(
           DeviceBytes(int64_t{4} * part.num_tokens * part.top_k, 0));
     }
-    GpuCount count = Count();
-    count_scratch_ =
-        DeviceBytes::Scratch(ScratchBytes(ranks.CallerOf(rank, 0), count));
+    count_scratch_ = DeviceBytes::Scratch(
+        ScratchBytes(ranks.CallerOf(rank, 0), Count(1, num_chunks)));
   }
 
   /// Everything from the first call until the GPU is done; ms.
@@ -255,13 +254,11 @@ class Chunked {
     next_mark_ = 0;
     const auto start = Clock::now();
     TB_RETURN_IF_ERROR(Mark("begin"));
-    if (is_counted && chunks_.size() > 1) {
-      GpuCount count = Count();
-      count.scratch = count_scratch_.as();
-      TB_RETURN_IF_ERROR(RunCount(Next(caller_.stream), count));
-    }
+    const size_t num_chunks = chunks_.size();
+    TB_RETURN_IF_ERROR(CountEarly(1, std::min<size_t>(2, num_chunks)));
     TB_RETURN_IF_ERROR(Mark("counted"));
     TB_RETURN_IF_ERROR(RunDispatch(Next(caller_.stream), DispatchOf(0)));
+    TB_RETURN_IF_ERROR(CountEarly(2, num_chunks));
     TB_RETURN_IF_ERROR(Mark("first dispatched"));
     for (size_t i = 0; i < chunks_.size(); ++i) {
       const bool is_last = i + 1 == chunks_.size();
@@ -315,14 +312,20 @@ class Chunked {
     mark.enqueued = Clock::now();
     return FromCuda(cudaEventRecord(mark.event, caller_.stream), "a mark");
   }
-  GpuCount Count() const {
+  GpuCount Count(size_t begin, size_t end) const {
     GpuCount call;
     call.shape = chunks_[0].shape;
-    for (size_t i = 1; i < chunks_.size(); ++i) {
+    for (size_t i = begin; i < end; ++i) {
       call.parts.push_back(
           {chunks_[i].ids.as<int32_t>(), early_[i].as<int32_t>()});
     }
     return call;
+  }
+  Status CountEarly(size_t begin, size_t end) {
+    GpuCount call = Count(begin, end);
+    if (!is_counted_ || call.parts.empty()) return OkStatus();
+    call.scratch = count_scratch_.as();
+    return RunCount(Next(caller_.stream), call);
   }
   GpuDispatch DispatchOf(size_t i) const {
     GpuDispatch call = chunks_[i].Dispatch();
