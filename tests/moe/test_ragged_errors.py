@@ -13,7 +13,12 @@ from moe_mesh import make_mesh
 from ragged_mesh import RANKS, mapped
 from ragged_reference import plan, slow, slow_gradients, values
 
-from jax_turbobus.moe import _ragged, _ragged_primitive, ragged_all_to_all
+from jax_turbobus.moe import (
+    _ragged,
+    _ragged_lowering,
+    _ragged_primitive,
+    ragged_all_to_all,
+)
 
 MESH = make_mesh()
 
@@ -239,13 +244,13 @@ def test_other_platforms_lower_to_plain_collectives():
 @pytest.fixture
 def collectives_on_cpu():
     """Lowers to what other platforms get, so that it runs here."""
-    p = _ragged_primitive
-    p._lower(p._exchange_p, p._exchange_anywhere, "cpu")
-    p._lower(p._collect_p, p._collect_anywhere, "cpu")
+    primitives = _ragged_primitive._exchange_p, _ragged_primitive._collect_p
+    exchange_p, collect_p = primitives
+    _ragged_lowering._lower(exchange_p, _ragged_lowering._exchange_anywhere, "cpu")
+    _ragged_lowering._lower(collect_p, _ragged_lowering._collect_anywhere, "cpu")
     jax.clear_caches()
     yield
-    p._lower(p._exchange_p, p._exchange_cpu, "cpu")
-    p._lower(p._collect_p, p._collect_cpu, "cpu")
+    _ragged_lowering.register(*primitives)
     jax.clear_caches()
 
 
