@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from gpu_programs import gpus
 
-from jax_turbobus import _profile_file, gpu, profile, topology
+from jax_turbobus import _gpu_paths, _profile_file, profile, topology
 from jax_turbobus._profile_file import PathRate, Profile
 from jax_turbobus.commands import top
 
@@ -169,7 +169,7 @@ def test_a_given_topology_is_told_apart_by_uuid(monkeypatch, tmp_path):
     path = _given_topology(tmp_path, ["GPU-BBBB", "GPU-AAAA"])
     monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", path)
     remarks = []
-    rates, _ = gpu._estimated([A, B, "cccc"], remarks)
+    rates, _ = _gpu_paths.estimated([A, B, "cccc"], remarks)
     assert remarks == []
     assert {key for key in rates if key[2] == "h2d"} == {
         (0, None, "h2d"),
@@ -184,11 +184,11 @@ def test_a_given_topology_must_not_name_gpus_that_are_not_there(monkeypatch, tmp
     path = _given_topology(tmp_path, ["GPU-AAAA", "GPU-dddd"])
     monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", path)
     with pytest.raises(ValueError, match=r"'gpu1' with UUID 'GPU-dddd'.* aaaa, bbbb"):
-        gpu._estimated([A, B], [])
+        _gpu_paths.estimated([A, B], [])
 
 
 def test_a_topology_without_uuids_is_for_cpu_devices(monkeypatch):
     monkeypatch.setenv("JAX_TURBOBUS_TOPOLOGY", "2xh200")
     remarks = []
-    gpu._estimated([A, B], remarks)
+    _gpu_paths.estimated([A, B], remarks)
     assert any("CPU devices only" in remark for remark in remarks)
