@@ -1,10 +1,10 @@
 """What a profile says of exchanges between GPUs: slots, rates and starts."""
 
 import dataclasses
-import math
+import sys
 from typing import Any
 
-__all__ = ["STARTS", "Exchange", "PairRate", "parse"]
+__all__ = ["STARTS", "Exchange", "PairRate", "is_amount", "parse"]
 
 # How a small exchange may go: between GPUs that reach each other's memory; through
 # host memory, by the kernels themselves, or by rings of slots under a schedule.
@@ -75,11 +75,13 @@ def parse(data: Any) -> Exchange:
     """
     pairs = tuple(PairRate(**pair) for pair in data["pairs"])
     for pair in pairs:
-        if pair.path not in _PATHS or not _is_amount(pair.bytes_per_s):
+        ends: tuple[Any, ...] = (pair.source, pair.reader)
+        is_named = all(isinstance(end, str) for end in ends)
+        if not is_named or pair.path not in _PATHS or not is_amount(pair.bytes_per_s):
             raise ValueError(f"an impossible pair: {pair}")
     starts = dict(data["starts"])
     for name, seconds in starts.items():
-        if name not in STARTS or not _is_amount(seconds, least=0.0):
+        if name not in STARTS or not is_amount(seconds, may_be_zero=True):
             raise ValueError(f"an impossible start: {name!r} {seconds!r}")
     return Exchange(
         num_slots=_whole("num_slots", data["num_slots"], 1, _MOST_SLOTS),
@@ -91,10 +93,12 @@ def parse(data: Any) -> Exchange:
     )
 
 
-def _is_amount(value: Any, least: float | None = None) -> bool:
+def is_amount(value: Any, *, may_be_zero: bool = False) -> bool:
+    """Returns whether a figure is a number that was measured: positive and finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and (value > 0 if least is None else value >= least)
+    # Python's integers may be larger than any float.
+    return 0 <= value <= sys.float_info.max and (may_be_zero or value > 0)
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:

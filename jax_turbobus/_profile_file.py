@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_turbobus import _profile_exchange
-from jax_turbobus._profile_exchange import Exchange
+from jax_turbobus._profile_exchange import Exchange, is_amount
 
 __all__ = ["VERSION", "PathRate", "Profile", "default_path", "load", "save"]
 
@@ -123,7 +123,7 @@ def load(
     try:
         data = json.loads(text)
         profile = _parse(data)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return None, f"{path} is no profile of version {VERSION}: {error!r}"
     if driver and profile.driver != driver:
         return None, f"{path} is of driver {profile.driver}, this is {driver}"
@@ -153,7 +153,7 @@ def _parse(data: Any) -> Profile:
         raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
     paths = tuple(PathRate(**path) for path in data["paths"])
     for path in paths:
-        if not path.bytes_per_s > 0 or path.direction not in ("h2d", "d2h"):
+        if not is_amount(path.bytes_per_s) or path.direction not in ("h2d", "d2h"):
             raise ValueError(f"an impossible path: {path}")
     block_bytes = int(data["block_bytes"])
     if block_bytes <= 0:

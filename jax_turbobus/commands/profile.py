@@ -3,10 +3,14 @@
 import argparse
 import dataclasses
 import json
+import sys
 
 from jax_turbobus import profile
+from jax_turbobus.bench import _options
 
 __all__ = ["add_arguments", "run"]
+
+_MOST_MIB = 1 << 14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 2 where there is nothing to measure."""
+    """Returns 0, or 2 where nothing can be measured, kept or made of an option."""
+    try:
+        # Before minutes of measuring, not after.
+        _options.check_whole("--size-mib", args.size_mib, 1, _MOST_MIB)
+        if args.output is not None and not args.dry_run:
+            _options.check_file("--output", args.output)
+    except _options.OptionError as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return 2
     try:
         found = profile.measure(
             size_bytes=args.size_mib << 20,
@@ -38,7 +50,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(found)
     if not args.dry_run:
-        path = profile.keep(found, args.output)
+        try:
+            path = profile.keep(found, args.output)
+        except OSError as error:
+            print(
+                f"profile: cannot be kept: {error}; give --output a file that can be "
+                "written, and name it in JAX_TURBOBUS_PROFILE to have it used",
+                file=sys.stderr,
+            )
+            return 2
         if not args.json:
             print(f"kept in {path}; the next process uses it")
     return 0

@@ -7,7 +7,7 @@ import jax
 import pytest
 from gpu_programs import run_python
 
-from jax_turbobus import _ffi, _measure_exchange, _profile_file, gpu, profile
+from jax_turbobus import __main__, _ffi, _measure_exchange, _profile_file, gpu, profile
 from jax_turbobus._profile_exchange import Exchange, PairRate
 from jax_turbobus._profile_file import PathRate, Profile
 from jax_turbobus.commands import _findings
@@ -95,15 +95,18 @@ def test_a_file_keeps_why_nothing_was_measured(tmp_path):
         {"pairs": [{"source": A, "reader": B, "path": "air", "bytes_per_s": 1.0}]},
         {"pairs": [{"source": A, "reader": B, "path": "host", "bytes_per_s": 0}]},
         {"pairs": [{"source": A, "reader": B, "path": "host", "bytes_per_s": "x"}]},
+        {"pairs": [{"source": A, "reader": B, "path": "host", "bytes_per_s": 10**400}]},
+        {"pairs": [{"source": None, "reader": B, "path": "host", "bytes_per_s": 1}]},
         {"pairs": None},
         {"starts": {"mail": -1.0}},
         {"starts": {"mail": float("nan")}},
+        {"starts": {"mail": 10**400}},
         {"starts": {"pigeon": 1.0}},
         {"starts": [1]},
         {"sweep": [1]},
         {"remarks": 3},
     ],
-    ids=str,
+    ids=lambda damage: str(damage)[:60],
 )
 def test_a_damaged_part_is_ignored_and_the_rest_used(tmp_path, damage):
     path = kept(tmp_path, exchange())
@@ -332,3 +335,31 @@ def test_the_command_keeps_what_the_next_process_uses(gpu, tmp_path):
         **environment,
     )
     assert "JAX_TURBOBUS_EXCHANGE_SLOTS: expected a number from 1 to 64" in refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size-mib", "0"], "profile: --size-mib: expected a whole number from 1"),
+        (["--output", "."], "profile: --output: expected a file that can be written"),
+    ],
+)
+def test_a_wrong_option_is_told_of_before_anything_is_measured(
+    capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(profile, "measure", lambda **_: pytest.fail("measured"))
+    assert __main__.main(["profile", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_figures_that_cannot_be_kept_are_shown_all_the_same(
+    capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_TURBOBUS_PROFILE", str(tmp_path / "file" / "profile.json"))
+    monkeypatch.setattr(profile, "measure", lambda **_: make(None))
+    assert __main__.main(["profile"]) == 2
+    printed = capsys.readouterr()
+    assert "54.0 GB/s" in printed.out
+    assert "profile: cannot be kept" in printed.err
+    assert "--output" in printed.err

@@ -66,6 +66,9 @@ def broken_files():
     yield "fields", whole
     yield "version", '{"format": "jax_turbobus/profile", "version": 99}'
     yield "binary", "\udcff"
+    yield "deep", "[" * 200_000
+    fields = '"driver": "1", "gpus": ["aaaa"], "date": "", "paths": []'
+    yield "block", whole[:-1] + f', {fields}, "block_bytes": Infinity}}'
 
 
 @pytest.mark.parametrize(("_", "text"), list(broken_files()))
@@ -77,7 +80,7 @@ def test_a_broken_file_is_ignored_with_a_reason(tmp_path, _, text):
     assert str(path) in why
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), 10**400, "9"])
 def test_impossible_rates_are_refused(tmp_path, rate):
     path = tmp_path / "profile.json"
     _profile_file.save(make(paths=(PathRate(A, None, "h2d", rate),)), path)
