@@ -100,7 +100,7 @@ def expert_parallel(
             recv_capacity=recv_capacity,
             expert_capacity=expert_capacity,
             schedule=schedule,
-            explain=explain and i == 0,
+            explain=explain if i == 0 else False,
         )
         for i in range(num_chunks)
     ]

@@ -154,9 +154,11 @@ def routing_of(
     With `explain` it prints why the schedule is the one it is.
 
     Raises:
-      TypeError: a size is not an integer.
+      TypeError: a size is not an integer, or `explain` no flag.
       ValueError: sizes, axis or schedule that cannot be.
     """
+    if not isinstance(explain, bool | np.bool_):
+        raise TypeError(f"{op}: explain: expected True or False, got {explain!r}")
     group = _matching.Group.of(axis_name, op=op)
     num_ranks = group.num_ranks
     num_experts = check_integer(f"{op}: num_experts", num_experts, least=1)

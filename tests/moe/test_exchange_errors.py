@@ -57,6 +57,8 @@ BAD = [
     ("expert_ids", jnp.zeros((4 * T, E + 1), jnp.int32), ValueError, "weights"),
     ("weights", jnp.ones((4 * T, K + 1)), ValueError, "weights: expected shape [4, 2]"),
     ("weights", jnp.ones((4 * T, K), jnp.int32), TypeError, "floating"),
+    ("explain", "no", TypeError, "dispatch: explain: expected True or False, got 'no'"),
+    ("explain", np.ones(2), TypeError, "explain: expected True or False, got array"),
     ("valid", jnp.ones((4 * T, 1), bool), ValueError, "valid: expected shape [4]"),
     ("valid", jnp.ones(4 * T), TypeError, "bool, got float32"),
     ("num_experts", 10, ValueError, "pad to 12 experts"),
