@@ -190,8 +190,9 @@ def _with_engine(
     emulate = bool(_first(emulate, _environment.flag("EMULATE"), False))
     if topology is None and emulate:
         raise ValueError(
-            "topology: expected one to emulate, got None; give topology=..., for "
-            "example a name of jax_turbobus.topology.names()"
+            "topology: expected one to emulate, got None; give topology=... or set "
+            "JAX_TURBOBUS_TOPOLOGY, for example to a name of "
+            "jax_turbobus.topology.names()"
         )
     if topology is None:
         topology = _separate_links(jax.local_device_count(backend="cpu"))

@@ -330,13 +330,13 @@ def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
         settings["is_disabled"] = True
     if not _environment.flag("POOLED", default=True):
         settings["split"] = "direct"
-    mode = os.environ.get("JAX_TURBOBUS_MODE") or "free-running"
+    mode = os.environ.get("JAX_TURBOBUS_MODE", "").strip() or "free-running"
     if mode not in ("free-running", "lock-step"):
         raise ValueError(
             f"JAX_TURBOBUS_MODE: expected 'free-running' or 'lock-step', got {mode!r}"
         )
     settings["is_lock_step"] = mode == "lock-step"
-    block_bytes = os.environ.get("JAX_TURBOBUS_BLOCK_BYTES")
+    block_bytes = os.environ.get("JAX_TURBOBUS_BLOCK_BYTES", "").strip()
     if block_bytes:
         if not block_bytes.isdecimal():
             raise ValueError(

@@ -12,7 +12,7 @@ from jax_turbobus import _environment, config, gpu
         ({"topology": "no-such"}, "topology: expected one of"),
         ({"topology": 3}, "topology: expected a Topology"),
         ({"topology": "cpu"}, "topology: expected at least one GPU"),
-        ({"emulate": True}, "topology: expected one to emulate, got None"),
+        ({"emulate": True}, "topology: .* got None; .* JAX_TURBOBUS_TOPOLOGY"),
         ({"mode": "fast"}, "mode: expected 'free-running' or 'lock-step'"),
         ({"block_bytes": 100}, "block_bytes: expected a whole number from 4096 to"),
         ({"block_bytes": 1e6}, "block_bytes: expected a whole number"),
@@ -83,3 +83,16 @@ def test_cpu_devices_and_gpus_read_a_switch_alike(monkeypatch, text, value):
 def test_gpus_are_traced_by_switch_or_by_file(monkeypatch, text, is_traced):
     monkeypatch.setenv("JAX_TURBOBUS_TRACE", text)
     assert gpu._settings(None)["is_traced"] is is_traced
+
+
+def test_gpus_read_numbers_and_words_with_space_around_them(monkeypatch):
+    monkeypatch.setenv("JAX_TURBOBUS_MODE", " lock-step ")
+    monkeypatch.setenv("JAX_TURBOBUS_BLOCK_BYTES", " 1048576\n")
+    settings = gpu._settings(None)
+    assert settings["is_lock_step"]
+    assert settings["block_bytes"] == 1 << 20
+    monkeypatch.setenv("JAX_TURBOBUS_MODE", " ")
+    monkeypatch.setenv("JAX_TURBOBUS_BLOCK_BYTES", " ")
+    settings = gpu._settings(None)
+    assert not settings["is_lock_step"]
+    assert "block_bytes" not in settings
