@@ -61,7 +61,8 @@ def main(tokens=4096, hidden=256, num_experts=8, top_k=2, chunks=(1, 2, 4), repe
         print(f"{num_chunks} chunks: {1e3 * float(np.median(times)):.1f} ms")
     if jax.default_backend() == "cpu":
         print(
-            "(CPU devices have no link to hide an exchange on: one chunk is best there)"
+            "(CPU devices have no link to hide an exchange on: there chunks only bound "
+            "the memory for rows)"
         )
     first, *others = results.values()
     for other in others:

@@ -35,6 +35,7 @@ def _start_again() -> NoReturn:
     count = f"--xla_force_host_platform_device_count={_NUM_CPU_DEVICES}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, _REEXECUTED: "1"}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)  # the flag would not count
     command = [sys.executable, "-m", "jax_turbobus", *sys.argv[1:]]
     sys.stdout.flush()
     os.execve(sys.executable, command, environment)

@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> list[Row]:
       OptionError: an option that cannot be; the message names it.
     """
     for size in args.mib.split(","):
-        _options.check_number("--mib", size, "positive numbers", most=1 << 20)
+        _options.check_number(
+            "--mib", size, "positive numbers to 1048576", most=1 << 20
+        )
     _options.check_whole("--rounds", args.rounds, 1)
     _options.check_whole("--tokens", args.tokens, 0)
     devices = bench_devices()

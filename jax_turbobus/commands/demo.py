@@ -11,6 +11,7 @@ import jax
 
 _CPU_DEVICES = 4
 _EMULATED_DEVICES = 8  # at most: as many as the topology has GPUs
+_MOST_CPU_DEVICES = 8  # a device has at least one of the experts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
     from jax_turbobus.demo import session
 
     try:
-        _make_cpu_devices(
-            args.devices or (_EMULATED_DEVICES if args.emulate else _CPU_DEVICES)
-        )
+        wanted = args.devices or (_EMULATED_DEVICES if args.emulate else _CPU_DEVICES)
+        # JAX would make any number of them before we could refuse it.
+        _make_cpu_devices(min(wanted, _MOST_CPU_DEVICES))
         session.run(session.from_arguments(args))
     except BrokenPipeError:
         raise  # nobody reads any more: `main` ends quietly

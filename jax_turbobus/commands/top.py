@@ -24,6 +24,7 @@ __all__ = ["Sample", "add_arguments", "bar", "lenders", "run", "table"]
 _GB = 1e9
 # Rates need two looks; the first update comes after so long.
 _FIRST_LOOK_S = 0.25
+_DAY_S = 86400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0."""
+    """Returns 0, or 2 for an option that cannot be used."""
+    if (mistake := _mistake(args)) is not None:
+        print(f"top: {mistake}", file=sys.stderr)
+        return 2
     nvml, remark = _nvml()
     try:
         _show(args, nvml, remark)
@@ -76,6 +80,17 @@ def run(args: argparse.Namespace) -> int:
         if nvml is not None:
             nvml.nvmlShutdown()
     return 0
+
+
+def _mistake(args: argparse.Namespace) -> str | None:
+    if not 0 <= args.interval <= _DAY_S:
+        return (
+            f"--interval: expected seconds from 0 to {_DAY_S}, got {args.interval:g}; "
+            "leave it out for one a second"
+        )
+    if args.count < 0:
+        return f"--count: expected 1 or more updates, or 0 for no end, got {args.count}"
+    return None
 
 
 def _nvml() -> tuple[Any, str]:

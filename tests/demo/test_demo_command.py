@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_turbobus import __main__
+from jax_turbobus.commands import demo
 from jax_turbobus.demo import backends, model, session
 from jax_turbobus.demo.train import TrainConfig
 
@@ -110,6 +111,14 @@ def error_of(capsys, *arguments):
 )
 def test_bad_arguments_are_named(capsys, tmp_path, arguments, message):
     assert message in error_of(capsys, *arguments, "--out", tmp_path)
+
+
+def test_no_more_cpu_devices_are_made_than_can_be_used(capsys, monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(demo, "_make_cpu_devices", made.append)
+    error = error_of(capsys, "--devices", "100000", "--out", tmp_path)
+    assert "demo: --devices: expected one of 1, 2, 4, 8" in error
+    assert made == [8]
 
 
 def test_out_that_is_a_file_is_named(capsys, tmp_path):

@@ -53,6 +53,18 @@ def run_top(capsys, *arguments):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(
+    "option", ["--interval=nan", "--interval=inf", "--interval=-1", "--count=-1"]
+)
+def test_an_option_that_cannot_be_is_named(capsys, option):
+    parser = argparse.ArgumentParser()
+    top.add_arguments(parser)
+    assert top.run(parser.parse_args([option, "--json"])) == 2
+    printed = capsys.readouterr()
+    assert f"top: {option.partition('=')[0]}: expected" in printed.err
+    assert not printed.out
+
+
 def updates(capsys, count=2):
     out = run_top(capsys, "--json", "--count", str(count), "--interval", "0.4")
     return [json.loads(line) for line in out]
