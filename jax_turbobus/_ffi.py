@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -37,6 +38,15 @@ CUDA_ONLY = (
 
 _T = TypeVar("_T")
 _lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """Gives a fork's child a lock that no thread of its parent holds."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _once(function: Callable[[], _T]) -> Callable[[], _T]:

@@ -75,3 +75,33 @@ def test_programs_compiled_in_threads_at_first_use():
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# A data loader's worker, say, started while another thread loads the libraries.
+FORK = """
+import os, signal, threading, warnings
+warnings.simplefilter("ignore")
+from jax_turbobus import _ffi
+loads, go_on = threading.Event(), threading.Event()
+@_ffi._once
+def slow():
+    loads.set()
+    go_on.wait()
+thread = threading.Thread(target=slow)
+thread.start()
+loads.wait()
+child = os.fork()
+if not child:
+    signal.alarm(5)
+    os._exit(_ffi._once(lambda: 7)())
+go_on.set()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+thread.join()
+"""
+
+
+def test_a_child_forked_during_first_use_does_not_wait_for_its_parents_threads():
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
