@@ -264,4 +264,12 @@ def resolve(*, enabled: bool = True, **arguments: Any) -> Config:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
     if not enabled or _environment.flag("DISABLE"):
         return Config()
-    return _with_engine(**arguments)
+    try:
+        return _with_engine(**arguments)
+    except ValueError as error:
+        name = str(error).replace(":", " ").split()[0]
+        is_given = arguments.get(name, ()) is not None
+        if is_given or (text := _from_environment(name.upper())) is None:
+            raise
+        variable = f"{_environment.PREFIX}{name.upper()}={text!r}"
+        raise ValueError(f"{error} (the environment says {variable})") from None

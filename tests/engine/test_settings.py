@@ -52,6 +52,9 @@ def test_words_are_no_flags(name):
         ("BLOCK_BYTES", "16M", "JAX_TURBOBUS_BLOCK_BYTES: expected a whole number"),
         ("RATE_SCALE", "x", "JAX_TURBOBUS_RATE_SCALE: expected a number"),
         ("TOPOLOGY", "nowhere", "topology: expected one of"),
+        ("TOPOLOGY", "/", "says JAX_TURBOBUS_TOPOLOGY='/'"),
+        ("MODE", "fast", "mode: .* says JAX_TURBOBUS_MODE='fast'"),
+        ("BLOCK_BYTES", " 1 ", "block_bytes: .* says JAX_TURBOBUS_BLOCK_BYTES='1'"),
     ],
 )
 def test_a_wrong_variable_names_itself(monkeypatch, variable, value, message):
