@@ -66,7 +66,7 @@ class Engine:
           ValueError: an environment variable says what cannot be.
         """
         num_slots, slot_bytes = self.library.exchange_slots()
-        named = [name for name in _SLOT_VARIABLES if name in os.environ]
+        named = [n for n in _SLOT_VARIABLES if os.environ.get(n, "").strip()]
         sources = [" and ".join(named)] if named else []
         if len(named) < len(_SLOT_VARIABLES):
             if self.profile is not None and self.profile.exchange is not None:

@@ -8,9 +8,9 @@
 #include <bit>
 #include <cstdlib>
 #include <new>
-#include <string_view>
 #include <utility>
 
+#include "base/environment.h"
 #include "engine/fork.h"
 #include "engine/live_folder.h"
 
@@ -53,13 +53,6 @@ constexpr auto kMagic = std::bit_cast<uint64_t>(
 constexpr uint32_t kVersion = 1;
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
-bool IsSwitchedOff() {
-  const char* const value = std::getenv("JAX_TURBOBUS_TOP");
-  if (value == nullptr) return false;
-  const std::string_view text = value;
-  return text == "0" || text == "false" || text == "no" || text == "off";
-}
-
 /// Pages that live as long as the process, for `exit`. Lock-free: a fork never
 /// finds it half changed.
 struct AtExit {
@@ -84,7 +77,7 @@ StatusOr<std::unique_ptr<LivePage>> LivePage::Create(
   static_assert(sizeof(Header) == 128 && sizeof(Counters) == 128);
   static_assert(std::atomic<int64_t>::is_always_lock_free);
   static_assert(std::endian::native == std::endian::little);
-  if (IsSwitchedOff()) {
+  if (IsSwitchedOff("JAX_TURBOBUS_TOP")) {
     return FailedPrecondition("JAX_TURBOBUS_TOP=0 says not to");
   }
   if (rows.size() > kMaxRows) {

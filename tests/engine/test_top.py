@@ -191,8 +191,9 @@ def test_an_engine_and_its_page_go_together(folder):
     assert not page.path.exists()
 
 
-def test_the_switch_and_a_folder_that_cannot_be(monkeypatch, tmp_path, folder):
-    monkeypatch.setenv("JAX_TURBOBUS_TOP", "0")
+@pytest.mark.parametrize("off", ["0", " Off "])
+def test_the_switch_and_a_folder_that_cannot_be(monkeypatch, tmp_path, folder, off):
+    monkeypatch.setenv("JAX_TURBOBUS_TOP", off)
     with jax_turbobus.configured(topology="2xh200"):
         assert not folder.exists()
         [check] = doctor._live_counters()

@@ -232,6 +232,7 @@ def test_rings_take_the_measured_slots_unless_the_environment_says_so(monkeypatc
     assert not gpu._use_exchange(library, found, "")
     assert library.slots == (2, 8 * MIB)
     engine = gpu.Engine(library, (), found, "")
+    monkeypatch.setenv("JAX_TURBOBUS_EXCHANGE_SLOT_BYTES", " ")  # as if not set
     assert engine.slots() == (2, 8 * MIB, f"the profile of {found.date}")
     monkeypatch.setenv("JAX_TURBOBUS_EXCHANGE_SLOTS", "5")
     assert engine.slots()[2].startswith("JAX_TURBOBUS_EXCHANGE_SLOTS; the profile of")

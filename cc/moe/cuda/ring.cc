@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "base/environment.h"
 #include "moe/cuda/mail.h"
 #include "transport/cuda/device_guard.h"
 
@@ -32,11 +33,11 @@ Measured& MeasuredSize() {
 /// The value of an environment variable; `fallback` if it is not set.
 StatusOr<int64_t> FromVariable(const std::string& name, int64_t least,
                                int64_t most, int64_t fallback) {
-  const char* const text = std::getenv(name.c_str());
-  if (text == nullptr) return fallback;
+  const std::string text = EnvironmentText(name.c_str());
+  if (text.empty()) return fallback;
   char* end = nullptr;
-  const long long value = std::strtoll(text, &end, 10);
-  if (end != text && *end == '\0' && value >= least && value <= most) {
+  const long long value = std::strtoll(text.c_str(), &end, 10);
+  if (end != text.c_str() && *end == '\0' && value >= least && value <= most) {
     return value;
   }
   return InvalidArgument(name + ": expected a number from " +

@@ -2,19 +2,14 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdlib>
 #include <map>
 #include <mutex>
-#include <string_view>
 #include <utility>
+
+#include "base/environment.h"
 
 namespace turbobus::moe::cuda {
 namespace {
-
-bool IsForbidden() {
-  const char* const value = std::getenv("JAX_TURBOBUS_PEER_ACCESS");
-  return value != nullptr && std::string_view(value) == "0";
-}
 
 int NumDevices() {
   static const int count = [] {
@@ -29,7 +24,7 @@ bool ReachEachOther(int a, int b) { return CanReach(a, b) && CanReach(b, a); }
 }  // namespace
 
 bool CanReach(int from, int to) {
-  static const bool is_forbidden = IsForbidden();
+  static const bool is_forbidden = IsSwitchedOff("JAX_TURBOBUS_PEER_ACCESS");
   if (is_forbidden) return false;
   if (from == to) return true;
   static std::mutex mutex;

@@ -3,9 +3,9 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 
+#include "base/environment.h"
 #include "transport/cuda/cuda_status.h"
 #include "transport/cuda/device_guard.h"
 #include "transport/cuda/driver.h"
@@ -33,11 +33,6 @@ std::string Uuid(const cudaUUID_t& uuid) {
     text += digits.data();
   }
   return text;
-}
-
-bool IsForbidden(const char* variable) {
-  const char* const value = std::getenv(variable);
-  return value != nullptr && std::strcmp(value, "0") == 0;
 }
 
 }  // namespace
@@ -108,7 +103,7 @@ CudaStreams::~CudaStreams() {
 }
 
 bool CudaStreams::CanAccessPeer(int relay, int gpu) const {
-  if (IsForbidden("JAX_TURBOBUS_PEER_ACCESS")) return false;
+  if (IsSwitchedOff("JAX_TURBOBUS_PEER_ACCESS")) return false;
   int can_access = 0;
   return cudaDeviceCanAccessPeer(&can_access, relay, gpu) == cudaSuccess &&
          can_access != 0;
