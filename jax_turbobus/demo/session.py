@@ -2,11 +2,12 @@
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -181,10 +182,13 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
     )
     backend = backends.get(options.backend)
     devices = choose_devices(options, _usable(emulation))
-    options.out.mkdir(parents=True, exist_ok=True)
+    # What fails fails now, not after the training.
+    with _named("--out"):
+        options.out.mkdir(parents=True, exist_ok=True)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.touch()  # fails now, not after the training
+        with _named("--json"):
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.touch()
     trainer = Trainer(options.model, options.train, backend, corpus, devices)
     say(_describe(trainer, corpus))
     if emulation is not None:
@@ -257,6 +261,14 @@ def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
     say(f"{options.out}/: {', '.join(files)}")
     say(f"{figures['seconds']:.0f} s in all")
     return figures
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: cannot be made: {error}; give another") from error
 
 
 def _load_emulation(options: Options) -> emulate.Emulation | None:

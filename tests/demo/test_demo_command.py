@@ -126,6 +126,14 @@ def test_out_that_is_a_file_is_named(capsys, tmp_path):
     assert str(tmp_path / "file") in error_of(capsys, "--out", tmp_path / "file")
 
 
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_what_the_system_refuses_to_make_is_named(capsys, tmp_path, option):
+    (tmp_path / "text").write_text("some words " * 4000)
+    options = {"--out": tmp_path, "--text": tmp_path / "text", option: "/proc/x"}
+    words = [str(word) for pair in options.items() for word in pair]
+    assert f"demo: {option}: " in error_of(capsys, *words)
+
+
 def test_unknown_backend_is_refused_with_the_choices(capsys):
     with pytest.raises(SystemExit) as stopped:
         __main__.main(["demo", "--backend", "magic"])
