@@ -1,13 +1,16 @@
-"""Switches that this package reads from the environment."""
+"""What this package reads from the environment: switches, and a timeout."""
 
+import numbers
 import os
-from typing import overload
+from typing import Any, overload
 
-__all__ = ["PREFIX", "as_flag", "flag"]
+__all__ = ["PREFIX", "as_flag", "check_seconds", "exchange_timeout", "flag"]
 
 PREFIX = "JAX_TURBOBUS_"
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
+# Seconds of a timeout. The core counts milliseconds.
+_LEAST, _MOST = 1e-3, 1e9
 
 
 def as_flag(text: str) -> bool | None:
@@ -37,3 +40,35 @@ def flag(name: str, default: bool | None = None) -> bool | None:
     if value is None:
         raise ValueError(f"{PREFIX}{name}: expected 1 or 0, got {text!r}")
     return value
+
+
+def exchange_timeout() -> float | None:
+    """Returns ``JAX_TURBOBUS_EXCHANGE_TIMEOUT_S``; None if it is not set, or empty.
+
+    Raises:
+      ValueError: it is no such number of seconds.
+    """
+    name = PREFIX + "EXCHANGE_TIMEOUT_S"
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        seconds: Any = float(text)
+    except ValueError:
+        seconds = text
+    return check_seconds(name, seconds)
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """Returns a timeout in seconds.
+
+    Raises:
+      ValueError: `value` is none; the message calls it `name`.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not _LEAST <= value <= _MOST:
+        raise ValueError(
+            f"{name}: seconds: expected a positive number, from {_LEAST:g} to"
+            f" {_MOST:g}, got {value!r}"
+        )
+    return float(value)

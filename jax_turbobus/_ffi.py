@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import TypeVar
 
 import jax
 
-from jax_turbobus import _compat
+from jax_turbobus import _compat, _environment
 
 __all__ = [
     "CUDA_ONLY",
@@ -37,6 +36,7 @@ CUDA_ONLY = (
 
 
 _T = TypeVar("_T")
+_loaded: list[ModuleType] = []  # The CUDA library, once its targets are registered.
 _lock = threading.RLock()
 
 
@@ -99,7 +99,9 @@ def core() -> ModuleType:
     Raises:
       ImportError: JAX is too old, the extension was not built, or it was built
         against a newer FFI than this jaxlib has.
+      ValueError: ``JAX_TURBOBUS_EXCHANGE_TIMEOUT_S`` is no time.
     """
+    timeout_s = _environment.exchange_timeout()
     _compat.check_jax_version()
     if importlib.util.find_spec("jax_turbobus._core") is None:
         raise ImportError(
@@ -109,6 +111,8 @@ def core() -> ModuleType:
     _core = importlib.import_module("jax_turbobus._core")
     check_api_version("its C++ core", _core.ffi_api_version)
     _register(_core, "cpu")
+    if timeout_s is not None:
+        _core.set_exchange_timeout(timeout_s)
     return _core
 
 
@@ -130,6 +134,7 @@ def cuda() -> ModuleType | None:
     _cuda = importlib.import_module("jax_turbobus._cuda")
     check_api_version("its CUDA library", _cuda.ffi_api_version)
     _register(_cuda, "CUDA")
+    _loaded[:] = [_cuda]
     _cuda.set_exchange_timeout(core().exchange_timeout())
     # Imported here: it imports `topology`, which imports this module.
     importlib.import_module("jax_turbobus.gpu").start(_cuda)
@@ -149,8 +154,7 @@ def set_exchange_timeout(seconds: float) -> None:
 
 def loaded_cuda() -> list[ModuleType]:
     """Returns the CUDA library, if something has needed it by now; loads nothing."""
-    library = sys.modules.get("jax_turbobus._cuda")
-    return [] if library is None else [library]
+    return list(_loaded)
 
 
 def _register(library: ModuleType, platform: str) -> None:

@@ -29,6 +29,7 @@ __all__ = ["Engine", "configured", "engine", "start"]
 
 _log = logging.getLogger("jax_turbobus")
 
+_BLOCK_BYTES = 64 << 10, 1 << 30  # least and most
 _SLOT_VARIABLES = (
     "JAX_TURBOBUS_EXCHANGE_SLOTS",
     "JAX_TURBOBUS_EXCHANGE_SLOT_BYTES",
@@ -338,12 +339,13 @@ def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
     settings["is_lock_step"] = mode == "lock-step"
     block_bytes = os.environ.get("JAX_TURBOBUS_BLOCK_BYTES", "").strip()
     if block_bytes:
-        if not block_bytes.isdecimal():
+        least, most = _BLOCK_BYTES
+        if not block_bytes.isdecimal() or not least <= int(block_bytes) <= most:
             raise ValueError(
-                "JAX_TURBOBUS_BLOCK_BYTES: expected a whole number, "
-                f"got {block_bytes!r}"
+                f"JAX_TURBOBUS_BLOCK_BYTES: expected a whole number from {least} to "
+                f"{most} on GPUs, got {block_bytes!r}"
             )
-        settings["block_bytes"] = min(max(int(block_bytes), 1 << 16), 1 << 30)
+        settings["block_bytes"] = int(block_bytes)
     # On CPU devices it may be a file's name.
     trace = os.environ.get("JAX_TURBOBUS_TRACE", "").strip()
     settings["is_traced"] = bool(trace) and _environment.as_flag(trace) is not False

@@ -8,16 +8,14 @@ data, and data cannot be confused. Rank 0's key names the meeting.
 
 import dataclasses
 import math
-import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jax_turbobus import _ffi
+from jax_turbobus import _environment, _ffi
 from jax_turbobus.moe import _primitives
 
 __all__ = [
@@ -31,10 +29,6 @@ __all__ = [
 ]
 
 AxisName = Hashable | tuple[Hashable, ...]
-
-# Seconds of a timeout. The core counts milliseconds.
-_LEAST, _MOST = 1e-3, 1e9
-_TIMEOUT_VARIABLE = "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,28 +166,6 @@ def set_exchange_timeout(seconds: float) -> None:
     Raises:
       ValueError: `seconds` is no such number.
     """
-    _ffi.set_exchange_timeout(_check_seconds("set_exchange_timeout", seconds))
-
-
-def _check_seconds(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float | np.number)
-    if not is_number or isinstance(value, bool) or not _LEAST <= value <= _MOST:
-        raise ValueError(
-            f"{name}: seconds: expected a positive number, from {_LEAST:g} to"
-            f" {_MOST:g}, got {value!r}"
-        )
-    return float(value)
-
-
-def _read_timeout_variable() -> None:
-    text = os.environ.get(_TIMEOUT_VARIABLE, "").strip()
-    if not text:
-        return
-    try:
-        seconds: Any = float(text)
-    except ValueError:
-        seconds = text
-    _ffi.set_exchange_timeout(_check_seconds(_TIMEOUT_VARIABLE, seconds))
-
-
-_read_timeout_variable()
+    _ffi.set_exchange_timeout(
+        _environment.check_seconds("set_exchange_timeout", seconds)
+    )

@@ -153,8 +153,15 @@ def test_missing_extra_says_what_to_install(capsys, monkeypatch):
 def test_interrupt_ends_it_without_a_traceback(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    # A shell lets what it starts in the background ignore SIGINT, us too.
+    code = (
+        "import runpy, signal, sys; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv[1:] = ['demo', '--out', sys.argv[1]]; "
+        "runpy.run_module('jax_turbobus', run_name='__main__')"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "jax_turbobus", "demo", "--out", str(tmp_path)],
+        [sys.executable, "-c", code, str(tmp_path)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -99,3 +99,10 @@ def test_gpus_read_numbers_and_words_with_space_around_them(monkeypatch):
     settings = gpu._settings(None)
     assert not settings["is_lock_step"]
     assert "block_bytes" not in settings
+
+
+@pytest.mark.parametrize("value", ["1", "65535", "2000000000", "16M", "-1"])
+def test_blocks_that_gpus_do_not_take_are_refused(monkeypatch, value):
+    monkeypatch.setenv("JAX_TURBOBUS_BLOCK_BYTES", value)
+    with pytest.raises(ValueError, match=r"BLOCK_BYTES: .* from 65536 to 1073741824"):
+        gpu._settings(None)

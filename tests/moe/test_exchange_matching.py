@@ -272,16 +272,18 @@ def test_a_late_rank_fails_ragged_all_to_all_too(
 
 def test_the_timeout_is_read_from_the_environment():
     def seconds(value):
-        code = "from jax_turbobus import moe; print(moe.exchange_timeout())"
+        code = "from jax_turbobus import moe; print('imported', flush=True); "
+        code += "print(moe.exchange_timeout())"
         env = {**os.environ, "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S": value}
         return subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True
         )
 
-    assert seconds("7.5").stdout.strip() == "7.5"
-    assert seconds(" ").stdout.strip() == "60.0"
+    assert seconds("7.5").stdout.split() == ["imported", "7.5"]
+    assert seconds(" ").stdout.split() == ["imported", "60.0"]
     for value in ("soon", "1e10"):
         bad = seconds(value)
+        assert bad.stdout.strip() == "imported"  # or not even --help would work
         assert bad.returncode != 0
         message = "EXCHANGE_TIMEOUT_S: seconds: expected a positive number, from 0.001"
         assert message in bad.stderr
