@@ -24,7 +24,7 @@ namespace turbobus::moe {
 struct CallKey {
   int64_t run_id = 0;
   int64_t position = 0;
-  /// The group's smallest device: groups of one call are disjoint.
+  /// The number of the group among those that make the call.
   int64_t group = 0;
 
   friend auto operator<=>(const CallKey&, const CallKey&) = default;

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "moe/cuda/events.h"
+#include "transport/cuda/device_guard.h"
 
 namespace turbobus::moe::cuda {
 namespace {
@@ -48,18 +49,6 @@ std::string PathOf(const GpuTraffic::Kind& kind, int from, int to) {
   return PathName(wiring.Between(from, to).kind);
 }
 
-/// Lets the thread have the device that it had before.
-class DeviceBefore {
- public:
-  DeviceBefore() { (void)cudaGetDevice(&device_); }
-  ~DeviceBefore() { (void)cudaSetDevice(device_); }
-  DeviceBefore(const DeviceBefore&) = delete;
-  DeviceBefore& operator=(const DeviceBefore&) = delete;
-
- private:
-  int device_ = 0;
-};
-
 }  // namespace
 
 GpuTraffic& GpuTraffic::Process() {
@@ -95,7 +84,7 @@ Tally GpuTraffic::TallyOf(int device, const Entry* entry) {
 StatusOr<std::vector<int64_t>> GpuTraffic::Sum() {
   std::vector<int64_t> sum(kNumTrafficCounters);
   std::vector<unsigned long long> here(sum.size());
-  const DeviceBefore before;
+  const transport::cuda::DeviceGuard guard;
   for (int device = 0; device < kMaxDevices; ++device) {
     const unsigned long long* const counters = addresses_[device].load();
     if (counters == nullptr) continue;

@@ -50,6 +50,15 @@ void KnownTotals::Put(const Key& key, Record record) {
   }
 }
 
+void KnownTotals::Forget(const Key& key) {
+  Record gone;  // Destroyed without the lock, as above.
+  const std::lock_guard lock(mutex_);
+  const auto it = records_.find(key);
+  if (it == records_.end()) return;
+  gone = std::move(it->second.record);
+  records_.erase(it);
+}
+
 std::optional<KnownTotals::Record> KnownTotals::Find(
     const Key& key, const Shape& shape, const std::vector<int>& devices) const {
   const std::lock_guard lock(mutex_);

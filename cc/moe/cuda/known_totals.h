@@ -52,6 +52,9 @@ class KnownTotals {
   /// Forgets the oldest of the device if there are too many.
   void Put(const Key& key, Record record);
 
+  /// Something else has been written to the buffer.
+  void Forget(const Key& key);
+
   /// The record of these slots; none if that is of another shape, or of ranks
   /// elsewhere.
   std::optional<Record> Find(const Key& key, const Shape& shape,

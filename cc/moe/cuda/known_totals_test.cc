@@ -57,6 +57,20 @@ TEST(KnownTotals, KeepsTheLatestOfABuffer) {
   EXPECT_EQ(*found->totals, 5);
 }
 
+TEST(KnownTotals, ForgetsABufferOnly) {
+  KnownTotals known(2);
+  known.Put({0, 7, Address(64)}, RecordOf(10, 3));
+  known.Put({0, 7, Address(128)}, RecordOf(10, 4));
+  known.Forget({0, 7, Address(64)});
+  known.Forget({0, 8, Address(128)});
+  EXPECT_FALSE(known.Find({0, 7, Address(64)}, ShapeOf(10), kDevices));
+  EXPECT_TRUE(known.Find({0, 7, Address(128)}, ShapeOf(10), kDevices));
+  known.Put({0, 7, Address(64)}, RecordOf(10, 5));
+  const auto found = known.Find({0, 7, Address(64)}, ShapeOf(10), kDevices);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(*found->totals, 5);
+}
+
 TEST(KnownTotals, ForgetsTheOldestOfADeviceAndLetsGoOfIt) {
   KnownTotals known(4);
   std::vector<std::weak_ptr<const int32_t>> kept;

@@ -155,6 +155,10 @@ void PackedCall::Remember(const int32_t* slots) {
       {.shape = shape_, .devices = caller_.wiring.devices, .totals = totals_});
 }
 
+void PackedCall::Forget(const int32_t* slots) {
+  KnownTotals::Process().Forget({caller_.device, caller_.key.run_id, slots});
+}
+
 Status PackedCall::SwapTotals(const void* address) {
   if (totals_ == nullptr) {
     TB_RETURN_IF_ERROR(visit_.AwaitOnHost(counted_));
@@ -351,8 +355,9 @@ Status PackedCall::EndTransfers() {
       keep->push_back(transfer.sent);
     }
   }
-  transfers_.clear();
   TB_RETURN_IF_ERROR(visit_.MeetLast(std::move(values), std::move(keep)));
+  // Had it failed, nobody would know when to wait for, and `~PackedCall` would.
+  transfers_.clear();
   for (int r = 0; r < shape_.num_ranks; ++r) {
     auto* const event =
         reinterpret_cast<cudaEvent_t>(visit_.Value(r, shape_.rank));

@@ -57,6 +57,8 @@ class PackedCall {
   Status RecallEarly(const void* early);
   /// Lets later calls by `slots` recall them.
   void Remember(const int32_t* slots);
+  /// Lets none of them recall what other `slots` in the same memory had.
+  void Forget(const int32_t* slots);
   /// Copies totals out of memory that is soon another call's.
   void KeepTotals(const int32_t* pinned);
   /// Numbers this rank's tokens for the peers, or theirs for it.

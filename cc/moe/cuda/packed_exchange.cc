@@ -11,6 +11,9 @@ namespace turbobus::moe::cuda {
 Status PackedCall::Dispatch(const GpuDispatch& call) {
   own_ = {call.expert_ids, call.slots, nullptr};
   TB_RETURN_IF_ERROR(Begin());
+  // A step of a loop has its slots where the one before had them, and only rows
+  // that go by rings are counted.
+  Forget(call.slots);
   uint8_t* const mail = mail_->data();
   TB_RETURN_IF_ERROR(
       Check(LaunchPlan(shape_, call.expert_ids,
@@ -193,6 +196,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
                  "gradient send kernel");
   };
   if (layout_.is_mailed) {
+    if (!call.is_counted) Forget(call.slots);
     args.outbox = {.of = SameForAll(mail_->data() + layout_.rows),
                    .index = nullptr,
                    .is_shared = true};

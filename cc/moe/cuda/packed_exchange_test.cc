@@ -134,6 +134,29 @@ TEST_F(PackedExchange, DispatchGivesTheRowsOfThePlan) {
   }
 }
 
+/// Whose slots are in the same memory, in the same run.
+TEST_F(PackedExchange, StepsOfALoopDoNotTakeEachOthersTotals) {
+  const Case first = {
+      .name = "", .num_ranks = 3, .num_tokens = 200, .num_experts = 6};
+  Case second = first;
+  second.routing = "skewed";
+  const Results want = RunAll(second, How::kDirect, 0xa5);
+  for (const How how : {How::kRing, How::kBroadcast}) {
+    Ranks ranks(WiringOf(first.num_ranks, how), std::chrono::seconds(20));
+    std::vector<RankMemory> memory;
+    for (int r = 0; r < first.num_ranks; ++r) {
+      memory.push_back(MemoryOf(first, ranks, r, 0x5a));
+    }
+    ExpectOk(testing::RunExchanges(first, ranks, memory, /*is_counted=*/true));
+    for (int r = 0; r < first.num_ranks; ++r) {
+      (void)cudaSetDevice(ranks.devices()[r]);
+      memory[r].ids = DeviceBytes(testing::ToBytes(IdsOf(second, r)));
+    }
+    ExpectOk(testing::RunExchanges(second, ranks, memory, /*is_counted=*/true));
+    ExpectSame(testing::ResultsOf(second, memory), want);
+  }
+}
+
 /// Dispatches one after the other, none of which is waited for, on streams in
 /// turn: what they share must keep itself in order.
 TEST_F(PackedExchange, ManyCallsInARowOnSeveralStreams) {

@@ -23,16 +23,8 @@ inline void ExpectOk(const std::vector<Status>& said) {
   for (const Status& status : said) EXPECT_TRUE(status.ok()) << status;
 }
 
-/// All four exchanges, one after the other. `is_counted`: those after the first
-/// are told that they follow it.
-inline Results RunAll(const Case& one, How how, int fill,
-                      bool is_counted = false) {
-  Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
-  std::vector<RankMemory> memory;
-  for (int r = 0; r < one.num_ranks; ++r) {
-    memory.push_back(MemoryOf(one, ranks, r, fill));
-  }
-  ExpectOk(RunExchanges(one, ranks, memory, is_counted));
+inline Results ResultsOf(const Case& one,
+                         const std::vector<RankMemory>& memory) {
   Results results;
   for (int r = 0; r < one.num_ranks; ++r) {
     const std::string of_rank = " of rank " + std::to_string(r);
@@ -50,6 +42,19 @@ inline Results RunAll(const Case& one, How how, int fill,
     add("weight_grads", memory[r].weight_grads);
   }
   return results;
+}
+
+/// All four exchanges, one after the other. `is_counted`: those after the first
+/// are told that they follow it.
+inline Results RunAll(const Case& one, How how, int fill,
+                      bool is_counted = false) {
+  Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
+  std::vector<RankMemory> memory;
+  for (int r = 0; r < one.num_ranks; ++r) {
+    memory.push_back(MemoryOf(one, ranks, r, fill));
+  }
+  ExpectOk(RunExchanges(one, ranks, memory, is_counted));
+  return ResultsOf(one, memory);
 }
 
 inline void ExpectSame(const Results& got, const Results& want) {
