@@ -47,8 +47,8 @@ Status Pulls::End() {
     values[transfer.peer] = reinterpret_cast<uint64_t>(transfer.sent.get());
     keep->push_back(transfer.sent);
   }
-  transfers_.clear();
   TB_RETURN_IF_ERROR(visit_.MeetLast(std::move(values), std::move(keep)));
+  transfers_.clear();
   for (int r = 0; r < caller_.num_ranks; ++r) {
     auto* const event =
         reinterpret_cast<cudaEvent_t>(visit_.Value(r, caller_.rank));
