@@ -55,7 +55,7 @@ def test_bytes_of_a_run_are_those_counted_while_it_ran(tmp_path):
 
 
 def test_bytes_of_a_run_whose_exchanges_were_not_counted(monkeypatch):
-    # One device sends nothing, so nothing is counted on GPUs.
+    # Then the schedule that the model would choose stands for the one that ran.
     monkeypatch.setattr(moe, "exchange_stats", list)
     config = TrainConfig(num_steps=1, batch=8, eval_every=100, eval_batches=0)
     corpus = text.load_standard_library(SMALL.context)

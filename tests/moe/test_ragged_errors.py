@@ -278,3 +278,32 @@ def test_gradients_of_what_other_platforms_get(dtype):
         lowered.compile()(operand, output, *fields), want, strict=True
     ):
         np.testing.assert_array_equal(np.asarray(bar, np.float64), wanted)
+
+
+_HOST = "GPU 0 cannot reach the memory of GPU 1"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "host", "part"),
+    [
+        ({}, None, None),
+        ({}, _HOST, None),
+        ({"num_ranks": 17}, None, "17 ranks, at most 16 on GPUs"),
+        ({"num_slices": 16400}, None, "16400 slices, at most 16384 on GPUs"),
+        ({"num_slices": 16384, "num_rows": 2**30}, None, None),
+        ({"num_slices": 4100}, _HOST, "can be 16400 pieces, at most 16384"),
+        ({"num_batches": 33}, _HOST, "in 33 batches can be 16896 pieces"),
+        ({"num_rows": 2**30}, _HOST, "1073741824 rows on 2 ranks are too many"),
+    ],
+)
+def test_what_gpus_leave_to_collectives(monkeypatch, sizes, host, part):
+    devices = _ragged_lowering._devices
+    monkeypatch.setattr(devices, "why_apart_on_gpus", lambda _: None)
+    monkeypatch.setattr(devices, "why_through_host", lambda _: host)
+    given = {"num_slices": 128, "num_batches": 1, "num_rows": 4096, "num_ranks": 2}
+    why = _ragged_lowering._why_not_on_gpus(None, **given | sizes)
+    if part is None:
+        assert why is None
+    else:
+        assert part in why
+        assert host is None or why.startswith(host)

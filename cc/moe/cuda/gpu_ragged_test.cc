@@ -8,12 +8,34 @@
 
 #include "moe/cuda/ragged_testing.h"
 
-// The bytes of ragged exchanges: pushed, and summed on the way back.
+// The bytes of ragged exchanges: pushed, and summed on the way back; of ranks
+// that reach each other's memory, and of ranks apart, whose rows are packed.
 
 namespace turbobus::moe::cuda {
 namespace {
 
-TEST_F(GpuRaggedTest, PushEqualsWritingRowByRow) {
+enum class Way { kReaching, kApart };
+
+class RaggedWays : public GpuRaggedTest,
+                   public ::testing::WithParamInterface<Way> {
+ protected:
+  static Outcome Run(const Problem& problem, DType dtype, int num_calls = 1) {
+    return GetParam() == Way::kApart ? RunApart(problem, dtype, num_calls)
+                                     : RunOnGpus(problem, dtype, num_calls);
+  }
+
+  template <typename T>
+  static void CheckSums(DType dtype, RowElement element);
+};
+
+INSTANTIATE_TEST_SUITE_P(Ways, RaggedWays,
+                         ::testing::Values(Way::kReaching, Way::kApart),
+                         [](const auto& way) {
+                           return way.param == Way::kApart ? "Apart"
+                                                           : "Reaching";
+                         });
+
+TEST_P(RaggedWays, PushEqualsWritingRowByRow) {
   unsigned seed = 0;
   for (const int num_ranks : {1, 2, 3, 4}) {
     for (const Kind kind : kKinds) {
@@ -32,15 +54,15 @@ TEST_F(GpuRaggedTest, PushEqualsWritingRowByRow) {
         const std::vector<Bytes> want = SlowPush(problem);
         EXPECT_EQ(want, RunOnCpu(problem, RaggedDirection::kForward,
                                  RowElement::kFloat32));
-        ExpectSame(RunOnGpus(problem, DType::kOther), want);
+        ExpectSame(Run(problem, DType::kOther), want);
         problem.is_onto_zeros = true;
-        ExpectSame(RunOnGpus(problem, DType::kOther), SlowPush(problem));
+        ExpectSame(Run(problem, DType::kOther), SlowPush(problem));
       }
     }
   }
 }
 
-TEST_F(GpuRaggedTest, BatchesHaveOneTableOrOneEach) {
+TEST_P(RaggedWays, BatchesHaveOneTableOrOneEach) {
   for (const int64_t num_tables : {1, 5}) {
     for (const Kind kind : {Kind::kDisjoint, Kind::kOverlapping}) {
       const RaggedSizes sizes = {.num_ranks = 2,
@@ -51,13 +73,13 @@ TEST_F(GpuRaggedTest, BatchesHaveOneTableOrOneEach) {
                                  .output_rows = 333,
                                  .row_bytes = 84};
       Problem push = MakeProblem(sizes, kind, 7);
-      ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+      ExpectSame(Run(push, DType::kOther), SlowPush(push));
       push.is_onto_zeros = true;
-      ExpectSame(RunOnGpus(push, DType::kOther), SlowPush(push));
+      ExpectSame(Run(push, DType::kOther), SlowPush(push));
       Problem sum = MakeProblem(sizes, kind, 8, /*is_transpose=*/true);
       FillWithNumbers<float>(sum.sources, 8);
       ExpectSame(
-          RunOnGpus(sum, DType::kF32),
+          Run(sum, DType::kF32),
           RunOnCpu(sum, RaggedDirection::kTranspose, RowElement::kFloat32));
     }
   }
@@ -93,7 +115,7 @@ TEST_F(GpuRaggedTest, ThousandsOfSlicesAndMoreBatchesThanBlocks) {
 }
 
 template <typename T>
-void CheckSums(DType dtype, RowElement element) {
+void RaggedWays::CheckSums(DType dtype, RowElement element) {
   unsigned seed = 100;
   for (const int num_ranks : {1, 2, 3, 4}) {
     for (const Kind kind : kKinds) {
@@ -110,34 +132,34 @@ void CheckSums(DType dtype, RowElement element) {
         Problem problem =
             MakeProblem(sizes, kind, seed++, /*is_transpose=*/true);
         FillWithNumbers<T>(problem.sources, seed);
-        ExpectSame(RunOnGpus(problem, dtype),
+        ExpectSame(Run(problem, dtype),
                    RunOnCpu(problem, RaggedDirection::kTranspose, element));
       }
     }
   }
 }
 
-TEST_F(GpuRaggedTest, SumsHaveTheBitsOfTheCpusInFloat32) {
+TEST_P(RaggedWays, SumsHaveTheBitsOfTheCpusInFloat32) {
   CheckSums<float>(DType::kF32, RowElement::kFloat32);
 }
-TEST_F(GpuRaggedTest, SumsHaveTheBitsOfTheCpusInFloat64) {
+TEST_P(RaggedWays, SumsHaveTheBitsOfTheCpusInFloat64) {
   CheckSums<double>(DType::kF64, RowElement::kFloat64);
 }
-TEST_F(GpuRaggedTest, SumsHaveTheBitsOfTheCpusInFloat16) {
+TEST_P(RaggedWays, SumsHaveTheBitsOfTheCpusInFloat16) {
   CheckSums<uint16_t>(DType::kF16, RowElement::kFloat16);
 }
-TEST_F(GpuRaggedTest, SumsHaveTheBitsOfTheCpusInBfloat16) {
+TEST_P(RaggedWays, SumsHaveTheBitsOfTheCpusInBfloat16) {
   CheckSums<uint16_t>(DType::kBF16, RowElement::kBfloat16);
 }
 
-TEST_F(GpuRaggedTest, ManyCallsInARow) {
+TEST_P(RaggedWays, ManyCallsInARow) {
   const RaggedSizes sizes = {.num_ranks = 4,
                              .num_slices = 8,
                              .operand_rows = 500,
                              .output_rows = 700,
                              .row_bytes = 260};
   const Problem problem = MakeProblem(sizes, Kind::kOverlapping, 21);
-  ExpectSame(RunOnGpus(problem, DType::kOther, 300), SlowPush(problem));
+  ExpectSame(Run(problem, DType::kOther, 300), SlowPush(problem));
 }
 
 }  // namespace
