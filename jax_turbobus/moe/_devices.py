@@ -9,13 +9,21 @@ import numpy as np
 from jax_turbobus import _compat, _ffi
 
 __all__ = [
+    "MAX_GPU_RANKS",
     "ranks_of",
     "sizes_of",
     "why_apart",
     "why_apart_on_gpus",
     "why_not_on_gpus",
     "why_through_host",
+    "why_too_large_for_gpus",
 ]
+
+# What handlers for GPUs take: `kMaxRanks`, `kMaxExperts` and `kMaxTopK` in
+# cc/moe/cuda/kernels.h.
+MAX_GPU_RANKS = 16
+_MAX_GPU_EXPERTS = 1024
+_MAX_GPU_TOP_K = 32
 
 
 def _mesh(ctx: Any) -> Any:
@@ -67,6 +75,27 @@ def why_apart_on_gpus(ctx: Any) -> str | None:
     if reason is None and _compat.has_cuda_devices() and _ffi.cuda() is None:
         return "the CUDA half of jax_turbobus was not built: there was no nvcc"
     return reason
+
+
+def why_too_large_for_gpus(
+    *, num_ranks: int, num_experts: int, top_k: int
+) -> str | None:
+    """Returns why an exchange is too large for handlers for GPUs; None if it is not.
+
+    Args:
+      num_ranks: that exchange with each other.
+      num_experts: of all ranks together.
+      top_k: choices of a token.
+    """
+    limits = (
+        (num_ranks, MAX_GPU_RANKS, "ranks"),
+        (num_experts, _MAX_GPU_EXPERTS, "experts"),
+        (top_k, _MAX_GPU_TOP_K, "choices a token"),
+    )
+    for number, most, what in limits:
+        if number > most:
+            return f"{number} {what}, at most {most} on GPUs"
+    return None
 
 
 def why_through_host(ctx: Any) -> str | None:

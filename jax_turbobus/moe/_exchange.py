@@ -60,8 +60,8 @@ def _bring_grad_avals(
 
 
 # The sizes of results are parameters of the primitives only: a handler reads them off
-# its results.
-_SIZES = ("num_rows", "num_local_experts")
+# its results and operands.
+_SIZES = ("num_rows", "num_local_experts", "top_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _lower_send_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
     if rows.size * rows.dtype.itemsize < _LARGE_BYTES:
         return _primitives.lower_to_target("dispatch", ctx, operands, params, _SIZES)
     _ffi.register()
-    attributes = {k: v for k, v in params.items() if k != "axes"}
+    attributes = {k: v for k, v in params.items() if k not in ("axes", "top_k")}
     return mlir.lower_fun(_send_in_two)(ctx, *operands, **attributes)
 
 
@@ -167,6 +167,7 @@ def _bind(
     params = {
         "num_rows": routing.num_rows,
         "num_local_experts": routing.num_local_experts,
+        "top_k": expert_ids.shape[-1],
     }
     has_result = exchange is _send and expert_ids.size != 0
     if is_empty(routing, operands[0], expert_ids) and not has_result:

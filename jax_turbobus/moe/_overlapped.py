@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_turbobus.moe import (
     _combine,
+    _devices,
     _dispatch,
     _exchange,
     _halves,
@@ -25,6 +26,7 @@ from jax_turbobus.moe import (
     _linear,
 )
 from jax_turbobus.moe._halves import Handle
+from jax_turbobus.moe._routing import Routing
 from jax_turbobus.moe._state import DispatchState
 
 __all__ = ["run"]
@@ -95,11 +97,22 @@ def _is_whole(operands: _dispatch.Operands) -> bool:
     """Returns whether a dispatch is no start, but all of it."""
     routing, tokens, expert_ids, _ = operands
     return (
-        tokens.dtype.name not in _exchange.SUMMABLE
+        _is_too_large(routing, expert_ids)
+        or tokens.dtype.name not in _exchange.SUMMABLE
         or _exchange.is_empty(routing, tokens, expert_ids)
         # A slot of -1, as a float, is NaN (`_halves`).
         or bool(jax.config.jax_debug_nans)  # type: ignore[attr-defined]
     )
+
+
+def _is_too_large(routing: Routing, expert_ids: jax.Array) -> bool:
+    """Returns whether GPUs leave the exchange to collectives, which start nothing."""
+    reason = _devices.why_too_large_for_gpus(
+        num_ranks=routing.group.num_ranks,
+        num_experts=routing.num_experts,
+        top_k=expert_ids.shape[-1],
+    )
+    return reason is not None
 
 
 def _counted(
@@ -175,7 +188,9 @@ class _Combining:
         self._dtype = results.dtype
         self._routing = state.routing
         self._operands = operands = _combine.prepared(results, state)
-        self._is_whole = _exchange.is_empty(state.routing, results, state.expert_ids)
+        self._is_whole = _is_too_large(
+            state.routing, state.expert_ids
+        ) or _exchange.is_empty(state.routing, results, state.expert_ids)
         if self._is_whole:
             self.handle = Handle((_linear.bring(self._routing, *operands),))
         else:

@@ -61,7 +61,7 @@ def exchange_primitive(
         and dtypes of the results.
       not_attributes: parameters that the FFI target does not take. One parameter
         is ``axes``, the mesh axes of the ranks: on GPUs the target takes where they
-        are instead (`_devices.ranks_of`).
+        are instead (`_devices.ranks_of`). ``num_experts`` and ``top_k`` are two more.
     """
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -71,7 +71,12 @@ def exchange_primitive(
         return lower_to_target(name, ctx, operands, params, not_attributes)
 
     def lower_gpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        reason = _devices.why_apart_on_gpus(ctx)
+        sizes = _devices.sizes_of(ctx, params["axes"])
+        reason = _devices.why_apart_on_gpus(ctx) or _devices.why_too_large_for_gpus(
+            num_ranks=math.prod(sizes),
+            num_experts=int(params["num_experts"]),
+            top_k=params["top_k"],
+        )
         if reason is not None:
             return lower_to_collectives(name, ctx, operands, params, reason)
         reason = _devices.why_through_host(ctx)

@@ -31,8 +31,7 @@ __all__ = ["register"]
 _TARGET = "turbobus_ragged_all_to_all"
 _log = logging.getLogger("jax_turbobus")
 
-# What a handler for GPUs takes: `kMaxRanks` and `kMaxRaggedSlices` in cc/moe/cuda.
-_MAX_GPU_RANKS = 16
+# What a handler for GPUs takes: `kMaxRaggedSlices` in cc/moe/cuda/ragged.h.
 _MAX_GPU_SLICES = 16384
 
 
@@ -201,8 +200,8 @@ def _why_not_on_gpus(
       num_rows: the most rows of an operand or result, of all batches together.
       num_ranks: that exchange with each other.
     """
-    if num_ranks > _MAX_GPU_RANKS:
-        return f"{num_ranks} ranks, at most {_MAX_GPU_RANKS} on GPUs"
+    if num_ranks > _devices.MAX_GPU_RANKS:
+        return f"{num_ranks} ranks, at most {_devices.MAX_GPU_RANKS} on GPUs"
     if num_slices > _MAX_GPU_SLICES:
         return f"{num_slices} slices, at most {_MAX_GPU_SLICES} on GPUs"
     apart = _devices.why_apart_on_gpus(ctx)

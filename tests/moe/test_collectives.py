@@ -1,6 +1,7 @@
 """Exchanges in plain JAX collectives: what ours give, where ours cannot run."""
 
 import dataclasses
+import pathlib
 import re
 
 import jax
@@ -219,3 +220,69 @@ def test_auto_weighs_what_gpus_cost_where_there_are_some(monkeypatch):
 
     assert schedules(has_gpus=False) == {"1"}
     assert schedules(has_gpus=True) == {"0"}
+
+
+LIMITS = {"num_ranks": 16, "num_experts": 1024, "top_k": 32}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({}, None),
+        ({"num_ranks": 17}, "17 ranks, at most 16 on GPUs"),
+        ({"num_experts": 1025}, "1025 experts, at most 1024 on GPUs"),
+        ({"top_k": 33}, "33 choices a token, at most 32 on GPUs"),
+    ],
+)
+def test_how_large_exchanges_on_gpus_are(sizes, reason):
+    assert _devices.why_too_large_for_gpus(**LIMITS | sizes) == reason
+
+
+@pytest.mark.parametrize(
+    ("constant", "limit"),
+    [("Ranks", "num_ranks"), ("Experts", "num_experts"), ("TopK", "top_k")],
+)
+def test_limits_are_those_of_the_kernels(constant, limit):
+    header = pathlib.Path(__file__).parents[2] / "cc/moe/cuda/kernels.h"
+    (most,) = re.findall(rf"\bkMax{constant} = (\d+);", header.read_text())
+    assert int(most) == LIMITS[limit]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "said"),
+    [
+        (1024, 32, None),
+        (1028, 2, "1028 experts, at most 1024 on GPUs"),
+        (64, 33, "33 choices a token, at most 32 on GPUs"),
+    ],
+)
+def test_gpus_leave_what_is_too_large_to_collectives(
+    caplog, num_experts, top_k, said, num_chunks
+):
+    def loss(tokens, ids, weights):
+        sums = moe.expert_parallel(
+            lambda rows, _: rows * 2,
+            tokens,
+            ids,
+            weights,
+            num_experts=num_experts,
+            axis_name="x",
+            num_chunks=num_chunks,
+        )
+        return (sums**2).sum()[None]
+
+    def gradients(*args):
+        layer = on_mesh(loss, make_mesh())
+        return jax.grad(lambda *a: layer(*a).sum(), (0, 2))(*args)
+
+    choices = (4 * T, top_k)
+    args = (jnp.ones((4 * T, H)), jnp.zeros(choices, jnp.int32), jnp.ones(choices))
+    with caplog.at_level("INFO", "jax_turbobus"):
+        traced = jax.jit(gradients).trace(*args)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("turbobus_moe" in lowered) == (said is None)
+    for op in ("dispatch", "combine", "combine_grad", "dispatch_grad"):
+        assert (f"{op} over 'x': plain JAX collectives: {said}" in caplog.text) == (
+            said is not None
+        )
