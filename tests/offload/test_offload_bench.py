@@ -2,13 +2,17 @@
 
 import argparse
 import itertools
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jax_turbobus as tb
 from jax_turbobus import gpu
 from jax_turbobus.bench import offload, offload_gpu
 from jax_turbobus.bench._report import Timing
-from jax_turbobus.bench.offload_gpu import _setup
+from jax_turbobus.bench.offload_gpu import _setup, behind, programs
 
 
 def test_rows_of_small_and_large_transfers():
@@ -26,7 +30,12 @@ class _Engine(gpu.Engine):
 
     def __init__(self):
         super().__init__(self, ())
-        self.now = {"block_bytes": 16 << 20, "split": "finish-time"}
+        self.now = {
+            "block_bytes": 16 << 20,
+            "split": "finish-time",
+            "has_yields": True,
+        }
+        self.small_late_ns = 0
         self.seen = []
         self.ids = itertools.count(1)
 
@@ -51,18 +60,27 @@ class _Engine(gpu.Engine):
                 for relay in (None, 1 - g)
             ],
             "handler_ns": [50_000] * 20,
-            # Of the sizes that `small_behind_large` looks for.
-            "recent_transfers": [
-                {
-                    "id": (i := next(self.ids)),
-                    "size_bytes": size,
-                    "started_ns": 0,
-                    "ended_ns": 1_000_000 * i,
-                }
-                for size, count in ((4096, 3 * 12), ((4 << 30) // 8192, 3))
-                for _ in range(count)
-            ],
+            "recent_transfers": [*self.transfers()],
         }
+
+    def transfers(self):
+        """Of the sizes, and the order, that `small_behind_large` looks for."""
+        # Without yields the first small one waits for all of the large one.
+        late_ns = 0 if self.now["has_yields"] else 38_000_000
+        for run in range(behind.RUNS):
+            began_ns = 100_000_000 * run
+            for i in range(1 + behind.COUNT):
+                is_large = i == 0
+                submitted_ns = began_ns + 100_000 * i
+                yield {
+                    "id": next(self.ids),
+                    "size_bytes": (4 << 30) // 8192 if is_large else 4096,
+                    "submitted_ns": submitted_ns,
+                    "started_ns": submitted_ns,
+                    "ended_ns": began_ns + 40_000_000
+                    if is_large
+                    else submitted_ns + 100_000 + late_ns + self.small_late_ns,
+                }
 
 
 @pytest.fixture
@@ -72,11 +90,15 @@ def engine(monkeypatch):
     return stand_in
 
 
-def _rows_on_cpu_devices(*only):
+def _run_on_cpu_devices(*only):
     parser = argparse.ArgumentParser()
     offload_gpu.add_arguments(parser)
     options = ["--platform", "cpu", "--shrink", "8192", "--rounds", "2"]
-    rows = offload_gpu.run(parser.parse_args([*options, "--only", *only]))
+    return offload_gpu.run(parser.parse_args([*options, "--only", *only]))
+
+
+def _rows_on_cpu_devices(*only):
+    rows = _run_on_cpu_devices(*only)
     assert [row for row in rows if row.metric == "failed"] == []
     return rows
 
@@ -106,6 +128,42 @@ def test_the_programs_of_the_gpu_suite_are_right_on_cpu_devices(engine):
     assert engine.now["split"] == "finish-time"
 
 
+def test_the_first_small_one_shows_what_yields_are_for(engine):
+    rows = {
+        (row.case, row.metric): row
+        for row in _rows_on_cpu_devices("small-behind-large")
+    }
+    first = "the first one behind the queue, ms more than alone"
+    with_yields = rows["4 MiB behind 4 GiB, with yields", first]
+    assert (with_yields.ours, with_yields.required) == (0, "<= 0.5")
+    without = rows["4 MiB behind 4 GiB, without yields", first]
+    assert (without.ours, without.required) == (pytest.approx(38), None)
+    # Those after it find the link free.
+    p50 = rows["4 MiB behind 4 GiB, without yields", "p50, ms more than alone"]
+    assert p50.ours == pytest.approx(0)
+
+
+def test_small_ones_that_end_after_the_large_one_are_no_figure(engine):
+    engine.small_late_ns = 50_000_000
+    setup = _setup.Setup(offload_gpu.jax.devices("cpu")[:2], 1, 8192)
+    with pytest.raises(ValueError, match="ms after the large one"):
+        list(behind.small_behind_large(setup))
+
+
+def test_without_an_engine_cases_say_that_they_measured_nothing(monkeypatch):
+    monkeypatch.setattr(gpu, "_engine", None)
+    rows = _rows_on_cpu_devices(
+        "small-behind-large", "busy-half", "host-time", "sweep", "both-ways"
+    )
+    assert [row.case for row in rows if row.metric.startswith("not measured")] == [
+        "bound of h2d + d2h",
+        "4 MiB behind 4 GiB",
+        "relay busy half the time",
+        "host time in the handler",
+        "block sizes and sums of links",
+    ]
+
+
 def test_what_needs_two_gpus_says_so(monkeypatch, engine):
     only_one = offload_gpu.jax.devices("cpu")[:1]
     monkeypatch.setattr(offload_gpu.jax, "devices", lambda _: only_one)
@@ -113,6 +171,36 @@ def test_what_needs_two_gpus_says_so(monkeypatch, engine):
     assert [row.metric for row in rows] == [
         "not measured: needs 2 GPUs, JAX sees 1"
     ] * 3
+
+
+def _zeros(f, stack, x):
+    return tb.scan_layers(f, stack, x) * 0
+
+
+def _no_gradient(f, stack, x):
+    y = tb.scan_layers(f, stack, x)
+    return jax.lax.stop_gradient(y) + y * 0
+
+
+@pytest.mark.parametrize(("wrong", "num_kept"), [(_zeros, 1), (_no_gradient, 2)])
+def test_layers_of_zeros_are_caught(monkeypatch, engine, wrong, num_kept):
+    stand_in = types.SimpleNamespace(scan_layers=wrong)
+    monkeypatch.setattr(programs, "tb", stand_in)
+    rows = _run_on_cpu_devices("layers")
+    assert len(rows) == num_kept + 1
+    assert rows[-1].failed
+    assert "the largest error is 1 of the largest value" in rows[-1].note
+
+
+def test_a_wrong_product_beside_a_fetch_is_caught(monkeypatch, engine):
+    def overlap(f, a, fetch):
+        # Each row is another one's.
+        return jnp.roll(f(a), 1, axis=0), tb.to_device(fetch), ()
+
+    monkeypatch.setattr(programs, "tb", types.SimpleNamespace(overlap=overlap))
+    (row,) = _run_on_cpu_devices("overlap")
+    assert row.failed
+    assert "the values are wrong" in row.note
 
 
 def test_noise_is_what_one_program_differs_from_itself_by():

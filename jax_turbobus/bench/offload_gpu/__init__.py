@@ -14,6 +14,7 @@ from jax_turbobus.bench import _cases, _options
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.offload_gpu import (
     allocators,
+    behind,
     engine,
     neighbours,
     programs,
@@ -34,7 +35,7 @@ CASES: dict[str, _cases.Case] = {
     "overlap": programs.beside_matmuls,
     "layers": programs.layers,
     "donor": donor,
-    "small-behind-large": neighbours.small_behind_large,
+    "small-behind-large": behind.small_behind_large,
     "busy-half": neighbours.busy_half,
     "host-time": engine.host_time,
     "sweep": engine.sweep,

@@ -30,12 +30,14 @@ __all__ = [
     "Outgoing",
     "Setup",
     "check",
+    "check_close",
     "configured",
     "in_a_row",
     "incoming",
     "is_same",
     "latencies",
     "meanwhile",
+    "needs_engine",
     "needs_gpus",
     "noise",
     "percentile",
@@ -166,11 +168,42 @@ def check(ours: Any, expected: Any) -> None:
         raise ValueError("the bytes are wrong")
 
 
+@jax.jit
+def _largest_error(a: Any, b: Any) -> Any:
+    a, b = (jax.device_put(x, DEVICE).astype(jnp.float32) for x in (a, b))
+    return jnp.abs(a - b).max() / jnp.abs(b).max()
+
+
+def check_close(ours: Any, expected: Any, most: float) -> None:
+    """Refuses values that are further off than so much of the largest one.
+
+    Args:
+      ours: an array.
+      expected: one of its shape that is not all zeros.
+      most: the largest difference over the largest value expected.
+
+    Raises:
+      ValueError: they are, or some are no numbers.
+    """
+    error = float(_largest_error(ours, expected))
+    if not error <= most:
+        raise ValueError(
+            f"the values are wrong: the largest error is {error:.3g} of the largest"
+            f" value, expected at most {most:g}"
+        )
+
+
 def needs_gpus(setup: Setup, case: str, count: int = 2) -> Iterator[Row]:
     """Yields a row that says why a case was not measured, where that is so."""
     if len(setup.devices) < count:
         reason = f"not measured: needs {count} GPUs, JAX sees {len(setup.devices)}"
         yield Row.make(case, reason, 0.0)
+
+
+def needs_engine(case: str) -> Iterator[Row]:
+    """Yields a row that says that a case was not measured for want of an engine."""
+    reason = "not measured: this process has no engine for its devices"
+    yield Row.make(case, reason, 0.0)
 
 
 def in_a_row(start: Callable[[], Any], count: int) -> Callable[[], Any]:

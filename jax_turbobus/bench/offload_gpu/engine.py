@@ -18,6 +18,7 @@ from jax_turbobus.bench.offload_gpu._setup import (
     in_a_row,
     incoming,
     latencies,
+    needs_engine,
     size_name,
 )
 
@@ -30,6 +31,7 @@ def host_time(setup: Setup) -> Iterator[Row]:
     """What handlers cost the host, and an idle engine."""
     engine = gpu.engine()
     if engine is None:
+        yield from needs_engine("host time in the handler")
         return
     for size in (16 * MIB, 256 * MIB, GIB):
         h = setup.host(size)
@@ -67,6 +69,7 @@ def sweep(setup: Setup) -> Iterator[Row]:
     """Block sizes, ways to drive lanes, and what all links carry together."""
     engine = gpu.engine()
     if engine is None:
+        yield from needs_engine("block sizes and sums of links")
         return
     default = engine.library.settings()["block_bytes"]
     variants: dict[str, dict[str, Any]] = {

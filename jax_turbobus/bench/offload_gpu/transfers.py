@@ -22,6 +22,7 @@ from jax_turbobus.bench.offload_gpu._setup import (
     check,
     in_a_row,
     incoming,
+    needs_engine,
     needs_gpus,
     noise,
     rate,
@@ -173,6 +174,7 @@ def both_ways(setup: Setup) -> Iterator[Row]:
     )
     engine = gpu.engine()
     if engine is None:
+        yield from needs_engine("bound of h2d + d2h")
         return
     own = engine.links(0)
     every = [i for g in range(len(setup.devices)) for i in engine.links(g)]
