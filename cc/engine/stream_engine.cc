@@ -25,28 +25,7 @@ bool Overlaps(const std::byte* a, int64_t a_bytes, const std::byte* b,
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-Status CheckPositive(std::string_view name, double value) {
-  if (value > 0) return OkStatus();
-  return InvalidArgument(std::string(name) + " must be positive, got " +
-                         std::to_string(value));
-}
-
 }  // namespace
-
-Status Validate(const StreamSettings& settings) {
-  TB_RETURN_IF_ERROR(
-      CheckPositive("block_bytes", static_cast<double>(settings.block_bytes)));
-  TB_RETURN_IF_ERROR(CheckPositive(
-      "min_pooled_bytes", static_cast<double>(settings.min_pooled_bytes)));
-  if (settings.late_factor < 1) {
-    return InvalidArgument("late_factor must be at least 1, got " +
-                           std::to_string(settings.late_factor));
-  }
-  if (settings.direct_latency_ns < 0 || settings.relay_latency_ns < 0) {
-    return InvalidArgument("latencies must not be negative");
-  }
-  return OkStatus();
-}
 
 StreamEngine::StreamEngine(std::unique_ptr<Streams> streams,
                            std::vector<topo::Path> paths,
@@ -71,8 +50,7 @@ StatusOr<std::unique_ptr<StreamEngine>> StreamEngine::Create(
                              ": this process sees " + std::to_string(num_gpus) +
                              " GPUs");
     }
-    TB_RETURN_IF_ERROR(
-        CheckPositive("a path's bandwidth", path.bandwidth_bytes_per_s));
+    TB_RETURN_IF_ERROR(CheckRate(path.bandwidth_bytes_per_s));
   }
   std::vector<std::string> dropped;
   auto lanes =
@@ -300,91 +278,6 @@ Status StreamEngine::Done(const DoneRequest& request) {
         "cond, jit or checkpoint edge in between");
   }
   return status;
-}
-
-StreamSettings StreamEngine::settings() const {
-  const std::lock_guard lock(mutex_);
-  return settings_;
-}
-
-Status StreamEngine::SetSettings(const StreamSettings& settings) {
-  TB_RETURN_IF_ERROR(Validate(settings));
-  const std::lock_guard lock(mutex_);
-  if (settings.block_bytes > lanes_.slot_bytes()) {
-    return InvalidArgument(
-        "block_bytes must be at most " + std::to_string(lanes_.slot_bytes()) +
-        ", the size of the staging blocks made at the start; got " +
-        std::to_string(settings.block_bytes));
-  }
-  const bool starts_trace = settings.is_traced && !settings_.is_traced;
-  settings_ = settings;
-  if (starts_trace) SetEpochs();
-  return OkStatus();
-}
-
-Status StreamEngine::SetRates(
-    const std::vector<double>& bandwidth_bytes_per_s) {
-  const std::lock_guard lock(mutex_);
-  if (bandwidth_bytes_per_s.size() != paths_.size()) {
-    return InvalidArgument("expected a rate for each of " +
-                           std::to_string(paths_.size()) + " paths, got " +
-                           std::to_string(bandwidth_bytes_per_s.size()));
-  }
-  for (const double rate : bandwidth_bytes_per_s) {
-    TB_RETURN_IF_ERROR(CheckPositive("a path's bandwidth", rate));
-  }
-  for (size_t i = 0; i < paths_.size(); ++i) {
-    paths_[i].bandwidth_bytes_per_s = bandwidth_bytes_per_s[i];
-    stats_.paths[i].path = paths_[i];
-  }
-  return OkStatus();
-}
-
-StreamStats StreamEngine::stats() {
-  const std::lock_guard lock(mutex_);
-  Poll();
-  StreamStats stats = stats_;
-  stats.now_ns = streams_->NowNs();
-  stats.num_in_flight = static_cast<int64_t>(flights_.size());
-  stats.num_guesses_right = stats.num_guesses_wrong = 0;
-  for (auto& [key, guesses] : guesses_) {
-    ReadSeen(guesses);
-    stats.num_guesses_right += guesses.predictor.num_right();
-    stats.num_guesses_wrong += guesses.predictor.num_wrong();
-  }
-  for (size_t i = 0; i < health_.size(); ++i) {
-    stats.paths[i].is_backed_off =
-        health_[i].is_backed_off() || loans_[i].is_paused(stats.now_ns);
-    stats.paths[i].num_late = health_[i].num_late();
-    stats.paths[i].share = health_[i].share();
-    stats.paths[i].has_rival = rivals_[i].is_likely();
-  }
-  stats.handler_ns.assign(handler_ns_.begin(), handler_ns_.end());
-  return stats;
-}
-
-std::vector<StreamSpan> StreamEngine::TakeSpans() {
-  const std::lock_guard lock(mutex_);
-  Poll();
-  std::vector<StreamSpan> spans(spans_.begin(), spans_.end());
-  spans_.clear();
-  return spans;
-}
-
-std::vector<std::string> StreamEngine::TakeMessages() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(messages_, {});
-}
-
-std::vector<TransferRecord> StreamEngine::recent_transfers() {
-  const std::lock_guard lock(mutex_);
-  Poll();
-  return {recent_.begin(), recent_.end()};
-}
-
-void StreamEngine::SetLog(std::function<void(const std::string&)> log) {
-  const std::lock_guard lock(mutex_);
-  log_ = std::move(log);
 }
 
 void StreamEngine::InjectFault(int relay) {

@@ -146,6 +146,7 @@ class StreamEngine {
   struct Guesses {
     IndexPredictor predictor;
     std::deque<int32_t*> seen;
+    int64_t last_used = 0;
   };
   using Span = std::pair<const std::byte*, int64_t>;
 
@@ -173,6 +174,7 @@ class StreamEngine {
   // stream_rows.cc: with the mutex.
   Status PlanRow(const RowRequest& request, bool is_start, RowPlan& plan);
   Guesses& GuessesFor(const RowRequest& request);
+  void ForgetOldestStack();
   void ReadSeen(Guesses& guesses);
 
   // stream_plan.cc: with the mutex.
@@ -244,6 +246,7 @@ class StreamEngine {
   size_t num_started_ = 0;
   std::map<std::pair<int, bool>, std::vector<transport::Event>> events_;
   std::map<std::tuple<int, const void*, int32_t, int64_t>, Guesses> guesses_;
+  int64_t num_guesses_ = 0;
   /// Pinned: where kernels say which rows they found, and where relays read a
   /// row's number (they may not reach the program's).
   int32_t* words_ = nullptr;

@@ -17,6 +17,8 @@ using transport::RowCopy;
 /// Rows on their way whose numbers the host has not read; more are not learnt
 /// from.
 constexpr size_t kMaxUnread = 1024;
+/// A program whose stacks lie elsewhere at every call would fill memory.
+constexpr size_t kMaxStacks = 256;
 
 Direction DirectionOf(const RowRequest& request) {
   return request.row.is_store ? Direction::kD2h : Direction::kH2d;
@@ -36,8 +38,19 @@ RowCopy Part(const RowRequest& request, int64_t begin_bytes,
 StreamEngine::Guesses& StreamEngine::GuessesFor(const RowRequest& request) {
   Guesses& guesses = guesses_[{request.gpu, request.row.stack,
                                request.row.num_rows, request.row.row_bytes()}];
+  guesses.last_used = ++num_guesses_;
+  if (guesses_.size() > kMaxStacks) ForgetOldestStack();
   ReadSeen(guesses);
   return guesses;
+}
+
+void StreamEngine::ForgetOldestStack() {
+  const auto oldest = std::ranges::min_element(
+      guesses_, {}, [](const auto& entry) { return entry.second.last_used; });
+  ReadSeen(oldest->second);
+  stats_.num_guesses_right += oldest->second.predictor.num_right();
+  stats_.num_guesses_wrong += oldest->second.predictor.num_wrong();
+  guesses_.erase(oldest);
 }
 
 Status StreamEngine::CheckRow(const RowRequest& request) {

@@ -80,6 +80,28 @@ TEST(StreamRowsTest, StartedFetchesAreRightWhetherGuessedOrNot) {
   }
 }
 
+TEST(StreamRowsTest, StacksOfLongAgoAreForgotten) {
+  Machine machine(2);
+  std::vector<Buffer> stacks(300, Buffer(2 * 200 * kKiB));
+  Buffer row(200 * kKiB);
+  int32_t index = 1;
+  for (Buffer& stack : stacks) {
+    ASSERT_EQ(machine.engine->StartRow(machine.Row(0, stack, 2, index, row)),
+              OkStatus());
+    ASSERT_EQ(machine.engine->Done({.call = "done",
+                                    .gpu = 0,
+                                    .stream = machine.xla[0],
+                                    .run = 1,
+                                    .buffer = row.data()}),
+              OkStatus());
+    ASSERT_TRUE(machine.streams->Drain());
+  }
+  const StreamStats stats = machine.engine->stats();
+  EXPECT_EQ(stats.num_guessed_stacks, 256);
+  // Those of forgotten stacks count as well: the first guess is row 0.
+  EXPECT_EQ(stats.num_guesses_wrong, 300);
+}
+
 TEST(StreamRowsTest, AStartedStoreIsCompleteAfterDone) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     Machine machine(2, seed);

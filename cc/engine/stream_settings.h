@@ -54,6 +54,9 @@ struct StreamSettings {
 /// INVALID_ARGUMENT, naming the setting, if it cannot work.
 Status Validate(const StreamSettings& settings);
 
+/// INVALID_ARGUMENT if it is not positive.
+Status CheckRate(double bandwidth_bytes_per_s);
+
 /// Of transfers that are over, and on the direct path plain copies, which count
 /// when they are enqueued.
 struct PathStats {
@@ -92,6 +95,8 @@ struct StreamStats {
   int64_t num_rows_guessed = 0;
   int64_t num_guesses_right = 0;
   int64_t num_guesses_wrong = 0;
+  /// Stacks whose next row is guessed.
+  int64_t num_guessed_stacks = 0;
   int64_t num_in_flight = 0;
   int64_t staging_bytes = 0;
   int64_t num_events = 0;
