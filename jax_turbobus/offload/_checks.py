@@ -241,16 +241,16 @@ def check_index(call: str, index: Any) -> None:
     _check_alive(call, "i", index)
 
 
-def check_stack(call: str, stack: Any, name: str = "stack") -> None:
+def check_stack(call: str, stack: Any, name: str = "stack", space: Any = HOST) -> None:
     """Refuses a stack without rows, or split between them.
 
     Raises:
       TypeError: it is no array.
-      ValueError: it is not in host memory, has no rows, rows that do not end on
-        a byte, or is sharded along its first axis.
+      ValueError: it is in another memory than `space`, has no rows, rows in host
+        memory that do not end on a byte, or is sharded along its first axis.
     """
     check_array(call, name, stack)
-    check_space(call, name, stack, HOST)
+    check_space(call, name, stack, space)
     if stack.ndim == 0 or stack.shape[0] == 0:
         raise ValueError(
             f"{call}: argument {name}: expected shape [num_layers, ...] with at least "
@@ -268,6 +268,8 @@ def check_stack(call: str, stack: Any, name: str = "stack") -> None:
             f"{call}: argument {name}: its first axis, the layers, must not be "
             f"sharded, got {jax.sharding.PartitionSpec(*spec)}; shard another axis"
         )
+    if space is not HOST:
+        return
     row = stack.shape[1:]
     if not _compat.is_tracer(stack) or sharding.mesh.are_all_axes_explicit:
         row = _shard_shape(sharding, stack.shape)[1:]

@@ -47,6 +47,7 @@ __all__ = [
     "h2d_p",
     "h2d_start_p",
     "host_buffer_like",
+    "host_stack_of",
     "place",
     "place_p",
     "placed",
@@ -315,6 +316,11 @@ def host_buffer_like(x: Any, *others: Any) -> Any:
         each member of the batch.
     """
     return jax.device_put(buffer_p.bind(x, *others, sizes=()), HOST)
+
+
+def host_stack_of(x: Any, num_rows: int) -> Any:
+    """Returns host memory for `num_rows` rows like `x`, split like it, unwritten."""
+    return jax.device_put(buffer_p.bind(x, sizes=(num_rows,)), HOST)
 
 
 @functools.cache

@@ -1,64 +1,76 @@
 """A loop over layers whose parameters stay in host memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jax_turbobus import _ffi
 from jax_turbobus.offload import _marks
-from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._check_together import check_together
 from jax_turbobus.offload._checks import (
     DEVICE,
+    HOST,
+    check_array,
     check_function,
     check_space,
     check_stack,
     check_values,
     named_leaves,
+    space_of,
 )
 from jax_turbobus.offload._define import row_aval
-from jax_turbobus.offload._overlap import Transfer, beside
+from jax_turbobus.offload._layer_loops import Keep, run_backward, run_forward
 from jax_turbobus.offload._programs import compiled_for
-from jax_turbobus.offload._rows import vary_alike, vary_over
+from jax_turbobus.offload._rows import vary_over
 
 __all__ = ["scan_layers"]
 
 Tree = Any
 
 
-def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
+def scan_layers(
+    f: Callable[[Tree, Tree], Tree],
+    stack: Tree,
+    x: Tree,
+    *,
+    offload_inputs: bool = False,
+) -> Tree:
     """Returns `x` after `x = f(layer, x)` for every layer of a stack.
 
     While one layer computes, the next one is fetched; two are on the device. The
     backward pass fetches the layers again, last one first, and writes each layer's
     gradient to a stack in host memory while the one before it computes. The inputs
-    of all layers are kept on the device for it; what `f` computes is not
-    (wrap `f` in `jax.checkpoint` only to save memory within one layer).
+    of all layers are kept for it, on the device or in host memory; what `f` computes
+    is not (wrap `f` in `jax.checkpoint` only to save memory within one layer).
 
     Args:
       f: takes one layer, a tree like `stack` without its first axis, in device
         memory, and `x`; returns the next `x`. It may close over other arrays, and
         those have gradients too.
       stack: a tree of arrays `[num_layers, ...]` in pinned host memory. They may be
-        sharded along any axis but the first.
+        sharded along any axis but the first. Leaves in device memory stay there, as
+        do their gradients; unless `offload_inputs`, at least one must be on the host.
       x: a tree of arrays in device memory.
+      offload_inputs: whether the layers' inputs are kept in pinned host memory: each
+        goes out while its layer computes, and comes back, in the backward pass, with
+        its layer. Leaves of `x` whose dtype is a key or below a byte stay on the
+        device. Makes no difference to the result, nor without derivatives.
 
     Returns:
       A tree like `x`.
 
     Raises:
       TypeError: `f` is no function, or a leaf of `stack` no `jax.Array`.
-      ValueError: a leaf of `stack` is not in pinned host memory or has no layers,
-        they disagree about how many, `x` is not in device memory, or `f` returns
+      ValueError: a leaf of `stack` has no layers, they disagree about how many, or
+        there is nothing to move; `x` is not in device memory, or `f` returns
         something unlike `x`.
 
     Transforms:
-      jit, reverse-mode differentiation (the gradient of `stack` is in pinned host
-      memory), vmap, shard_map, checkpoint. Forward-mode differentiation only of a
-      gradient; that in reverse mode by all but `stack`.
+      jit, reverse-mode differentiation (the gradient of a leaf of `stack` is in the
+      memory that the leaf is in), vmap, shard_map, checkpoint. Forward-mode
+      differentiation only of a gradient; that in reverse mode by all but `stack`.
 
     Source:
       docs/offload.md, "Layers".
@@ -67,8 +79,13 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
     leaves = named_leaves("stack", stack)
     if not leaves:
         raise ValueError("scan_layers: argument stack: expected arrays, got none")
+    is_on_host = False
     for name, leaf in leaves:
-        check_stack("scan_layers", leaf, name)
+        check_array("scan_layers", name, leaf)
+        is_on_host |= space_of(leaf) is HOST
+    for name, leaf in leaves:
+        is_kept = space_of(leaf) is DEVICE and (is_on_host or offload_inputs)
+        check_stack("scan_layers", leaf, name, DEVICE if is_kept else HOST)
     lengths = sorted({leaf.shape[0] for _, leaf in leaves})
     if len(lengths) > 1:
         raise ValueError(
@@ -81,30 +98,39 @@ def scan_layers(f: Callable[[Tree, Tree], Tree], stack: Tree, x: Tree) -> Tree:
             check_space("scan_layers", name, leaf, DEVICE)
     check_together("scan_layers", {"stack": stack, "x": x})
     _ffi.register()
-    return compiled_for(_scan_layers, f)(stack, x)
+    return compiled_for(_BODIES[bool(offload_inputs)], f)(stack, x)
 
 
-def _scan_layers(f: Callable[..., Any], stack: Tree, x: Tree) -> Tree:
+def _scan_layers(
+    f: Callable[..., Any], stack: Tree, x: Tree, offload_inputs: bool
+) -> Tree:
     step, x, tracers = _close(f, stack, x)
+    keep = Keep.HOST if offload_inputs else Keep.DEVICE
 
     @jax.custom_vjp
     def run(stack: Tree, x: Tree, closed: list[Any], batch: Any) -> Tree:
         del batch
-        return _forward(step, stack, x, closed, keep_inputs=False)[0]
+        return run_forward(step, stack, x, closed, Keep.NOTHING)[0]
 
     def forward(stack: Tree, x: Tree, closed: list[Any], batch: Any) -> Any:
-        result, inputs = _forward(step, stack, x, closed, keep_inputs=True)
+        result, inputs = run_forward(step, stack, x, closed, keep)
         return result, (stack, inputs, closed, batch)
 
     def backward(residuals: Any, ct: Tree) -> Any:
         stack, inputs, closed, batch = residuals
-        return (*_backward(step, stack, inputs, closed, batch, ct), None)
+        return (*run_backward(step, stack, inputs, closed, batch, ct), None)
 
     run.defvjp(forward, backward)
     batch = _marks.batch_p.bind(
         *jax.tree.leaves((stack, x, tracers)), differentiated=False
     )
     return run(stack, x, tracers, batch)
+
+
+# Each is one object: programs are found by it.
+_BODIES = {
+    flag: functools.partial(_scan_layers, offload_inputs=flag) for flag in (False, True)
+}
 
 
 def _close(f: Callable[..., Any], stack: Tree, x: Tree) -> tuple[Any, Tree, list[Any]]:
@@ -184,146 +210,3 @@ def _as_result(x: Any, result: Any) -> Any:
     """Returns `x` with the dtype and the varying mesh axes of `result`."""
     x = jax.lax.convert_element_type(x, result.dtype)
     return vary_over(x, frozenset(result.manual_axis_type.varying))
-
-
-def _forward(
-    step: Callable[..., Any], stack: Tree, x: Tree, closed: list[Any], keep_inputs: bool
-) -> tuple[Tree, Any]:
-    """Returns the result, and the inputs of all layers but the last, and of that."""
-    leaves, structure = jax.tree.flatten(stack)
-    num_layers = leaves[0].shape[0]
-
-    def compute(layer: Tree, x: Tree) -> Tree:
-        return step(layer, x, closed)
-
-    def body(carry: Any, i: Any) -> Any:
-        x, layer = carry
-        fetches = [Transfer.fetch(leaf, i + 1) for leaf in leaves]
-        y, following = beside(compute, (layer, x), fetches)
-        return (y, jax.tree.unflatten(structure, following)), x if keep_inputs else None
-
-    first = jax.tree.map(lambda leaf: _fetch(leaf, 0), stack)
-    (x, layer), inputs = jax.lax.scan(
-        body, (x, first), jnp.arange(num_layers - 1, dtype=jnp.int32)
-    )
-    return compute(layer, x), (inputs, x)
-
-
-def _backward(
-    step: Callable[..., Any],
-    stack: Tree,
-    inputs: Any,
-    closed: list[Any],
-    batch: Any,
-    ct: Tree,
-) -> tuple[Tree, Tree, list[Any]]:
-    """Returns the gradients of stack, x and what `step` closes over.
-
-    If only `x`, `closed` or `ct` are mapped, and not by the function that was
-    differentiated (`batch` is not mapped), there are as many gradients of stack.
-    """
-    leaves, structure = jax.tree.flatten(stack)
-    num_layers = leaves[0].shape[0]
-    earlier_inputs, last_input = inputs
-    # Only these of the stack's leaves have a gradient.
-    inexact = [n for n, leaf in enumerate(leaves) if _is_inexact(leaf)]
-
-    def pull_back(layer: Tree, x: Tree, ct: list[Any]) -> Any:
-        row_grads, ct, closed_grads = _pull_back(step, layer, x, closed, ct)
-        of_stack = zip(row_grads, inexact, strict=True)
-        row_grads = [
-            _marks.total_p.bind(grad, leaves[n], batch) for grad, n in of_stack
-        ]
-        return row_grads, ct, closed_grads
-
-    def fetches(i: Any) -> list[Transfer]:
-        return [Transfer.fetch(leaf, i) for leaf in leaves]
-
-    def unflatten(values: list[Any]) -> Tree:
-        return jax.tree.unflatten(structure, values)
-
-    # The last layer, while the one before it comes in.
-    last = jax.tree.map(lambda leaf: _fetch(leaf, num_layers - 1), stack)
-    ct = [c for c in jax.tree.leaves(ct) if _is_inexact(c)]
-    (row_grads, ct, closed_grads), layer = beside(
-        pull_back,
-        (last, last_input, ct),
-        fetches(num_layers - 2) if num_layers > 1 else [],
-    )
-    of_stack = zip(row_grads, inexact, strict=True)
-    grads = [p.host_buffer_like(leaves[n], row) for row, n in of_stack]
-
-    def body(carry: Any, per_layer: Any) -> Any:
-        layer, ct, pending, grads, closed_grads = carry
-        i, x = per_layer
-        stores = [
-            Transfer.store(stack_grad, i + 1, row_grad)
-            for stack_grad, row_grad in zip(grads, pending, strict=True)
-        ]
-        # The first layer fetches itself once more: cheaper than a third copy of
-        # the layer's derivative in the program.
-        (row_grads, ct, more), moved = beside(
-            pull_back,
-            (unflatten(layer), x, ct),
-            [*fetches(jnp.maximum(i - 1, 0)), *stores],
-        )
-        closed_grads = jax.tree.map(jnp.add, closed_grads, more)
-        layer, grads = moved[: len(leaves)], moved[len(leaves) :]
-        return (layer, ct, row_grads, grads, closed_grads), None
-
-    if num_layers > 1:
-        (_, ct, row_grads, grads, closed_grads), _ = jax.lax.scan(
-            body,
-            (layer, ct, row_grads, grads, closed_grads),
-            (jnp.arange(num_layers - 1, dtype=jnp.int32), earlier_inputs),
-            reverse=True,
-        )
-    stack_grads: list[Any] = [None] * len(leaves)
-    for n, grad, row in zip(inexact, grads, row_grads, strict=True):
-        stack_grads[n] = p.store_p.bind(*vary_alike(grad, np.int32(0), row), axis=0)
-    x_leaves, x_structure = jax.tree.flatten(last_input)
-    return (
-        unflatten(stack_grads),
-        jax.tree.unflatten(x_structure, _spread(x_leaves, ct)),
-        _spread(closed, closed_grads),
-    )
-
-
-def _pull_back(
-    step: Callable[..., Any], layer: Tree, x: Tree, closed: list[Any], ct: list[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the gradients of one layer, its input and what `step` closes over.
-
-    Of all of them, and in `ct`, only leaves that have a gradient are there.
-    """
-    trees = [jax.tree.flatten(tree) for tree in (layer, x, closed)]
-
-    def of_inexact(*parts: list[Any]) -> list[Any]:
-        layer, x, closed = (
-            jax.tree.unflatten(structure, _spread(leaves, part, leaves))
-            for (leaves, structure), part in zip(trees, parts, strict=True)
-        )
-        return list(filter(_is_inexact, jax.tree.leaves(step(layer, x, closed))))
-
-    _, vjp = jax.vjp(of_inexact, *(list(filter(_is_inexact, t[0])) for t in trees))
-    return tuple(vjp(ct))
-
-
-def _spread(
-    leaves: list[Any], values: list[Any], others: list[Any] | None = None
-) -> list[Any]:
-    """Returns `values` in the places of the inexact leaves, `others` elsewhere."""
-    remaining = iter(values)
-    others = others or [None] * len(leaves)
-    return [
-        next(remaining) if _is_inexact(leaf) else other
-        for leaf, other in zip(leaves, others, strict=True)
-    ]
-
-
-def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _fetch(leaf: Any, i: int) -> Any:
-    return p.fetch_p.bind(*vary_alike(leaf, np.int32(i)), axis=0)

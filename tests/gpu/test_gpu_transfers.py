@@ -204,7 +204,8 @@ def test_overlap_moves_both_ways(gpu):
         assert_same_bytes(went, sent)
 
 
-def test_layers_stream_forward_and_back(gpu):
+@pytest.mark.parametrize("offload_inputs", [False, True], ids=["", "inputs too"])
+def test_layers_stream_forward_and_back(gpu, offload_inputs):
     n, d = 6, 1200
     w = (random((n, d, d), np.uint8).astype(np.float32) / 256 - 0.5) / np.sqrt(d)
     x = random((8, d), np.uint8).astype(np.float32) / 256
@@ -214,7 +215,8 @@ def test_layers_stream_forward_and_back(gpu):
         return jnp.tanh(x @ layer)
 
     def loss(stack, x):
-        return jnp.sum(tb.scan_layers(f, stack, x) ** 2)
+        y = tb.scan_layers(f, stack, x, offload_inputs=offload_inputs)
+        return jnp.sum(y**2)
 
     def plain(w, x):
         return jnp.sum(jax.lax.scan(lambda x, layer: (f(layer, x), None), x, w)[0] ** 2)
@@ -229,6 +231,30 @@ def test_layers_stream_forward_and_back(gpu):
         np.testing.assert_allclose(stack_grad, grad_w, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(x_grad, grad_x, rtol=1e-4, atol=1e-6)
     assert stack_grad.sharding.memory_kind == "pinned_host"
+
+
+def test_inputs_of_layers_go_out_and_come_back(gpu):
+    """Layers on the device; inputs large enough for a relay, small ones beside them."""
+    n, d = 5, 1024
+    w = (random((n, d, d), np.uint8).astype(np.float32) / 256 - 0.5) / np.sqrt(d)
+    x = random((4096, d), np.uint8).astype(np.float32) / 256
+    w, x = on_device(w, gpu), on_device(x, gpu)
+
+    def loss(w, x, scan):
+        y, _ = scan(lambda w, x: (jnp.tanh(x[0] @ w), x[1] + 1), w, (x, jnp.zeros(5)))
+        return jnp.sum(y**2)
+
+    def plain(f, w, x):
+        return jax.lax.scan(lambda x, layer: (f(layer, x), None), x, w)[0]
+
+    kept = jax.jit(jax.grad(functools.partial(loss, scan=plain), (0, 1)))(w, x)
+    ours = functools.partial(tb.scan_layers, offload_inputs=True)
+    step = jax.jit(jax.grad(functools.partial(loss, scan=ours), (0, 1)))
+    first = step(w, x)
+    for a, b in zip(first, kept, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    for _ in range(3):
+        jax.tree.map(np.testing.assert_array_equal, step(w, x), first)
 
 
 @pytest.mark.multigpu

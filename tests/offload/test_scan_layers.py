@@ -83,6 +83,122 @@ def test_gradients_come_back_as_rows_in_host_memory(num_layers, transform):
     assert_close((dstack, dx), gradient(reference, stack, x))
 
 
+def gradients(scan, stack, x, **options):
+    """Of a stack with leaves in several memories; integers have none."""
+
+    def inner(params, x):
+        full = {**params, "shift": stack["shift"]}
+        return (scan(layer, full, x, **options) ** 2).sum()
+
+    return jax.grad(inner, argnums=(0, 1))({n: stack[n] for n in ("w", "b")}, x)
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, lambda f: jax.jit(jax.checkpoint(f))], ids=["", "checkpoint"]
+)
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("on_host", [(), ("w",), ("w", "b", "shift")], ids=len)
+def test_inputs_kept_on_the_host(on_host, num_layers, transform):
+    stack, x = layers(num_layers), values(8, WIDTH, seed=9)
+    mixed = stack | {name: tb.to_host(stack[name]) for name in on_host}
+    program = transform(
+        functools.partial(gradients, tb.scan_layers, offload_inputs=True)
+    )
+    dstack, dx = program(mixed, x)
+    kinds = {name: leaf.sharding.memory_kind for name, leaf in dstack.items()}
+    assert kinds == {n: "pinned_host" if n in on_host else "device" for n in ("w", "b")}
+    assert_close((dstack, dx), gradients(reference, stack, x))
+    on_device = jax.jit(functools.partial(gradients, tb.scan_layers))
+    same = on_device(jax.tree.map(tb.to_host, stack), x)
+    jax.tree.map(np.testing.assert_array_equal, (dstack, dx), same)
+
+
+def test_a_few_leaves_stay_on_the_device():
+    stack, x = layers(4), values(8, WIDTH, seed=9)
+    mixed = stack | {"w": tb.to_host(stack["w"])}
+    ours = jax.jit(functools.partial(gradients, tb.scan_layers))(mixed, x)
+    assert ours[0]["w"].sharding.memory_kind == "pinned_host"
+    assert ours[0]["b"].sharding.memory_kind == "device"
+    assert_close(ours, gradients(reference, stack, x))
+
+
+def test_no_input_stays_on_the_device():
+    """What is left between the passes is the stack of inputs, in host memory."""
+    stack, x = tb.to_host(values(6, WIDTH, WIDTH, scale=1 / 6)), values(64, WIDTH)
+
+    def kept(**options):
+        def run(stack, x):
+            return tb.scan_layers(lambda w, x: jnp.tanh(x @ w), stack, x, **options)
+
+        _, pull_back = jax.vjp(run, stack, x)
+        leaves = [y for y in jax.tree.leaves(pull_back) if isinstance(y, jax.Array)]
+        return sorted(
+            (y.sharding.memory_kind, y.shape)
+            for y in leaves
+            if y.size >= x.size and y.shape != stack.shape
+        )
+
+    assert kept() == [("device", (5, 64, WIDTH)), ("device", (64, WIDTH))]
+    assert kept(offload_inputs=True) == [
+        ("device", (64, WIDTH)),
+        ("pinned_host", (5, 64, WIDTH)),
+    ]
+
+
+def test_inputs_that_cannot_lie_on_the_host_stay():
+    stack, x = values(4, WIDTH, WIDTH, scale=1 / 6), values(8, WIDTH, seed=9)
+    carry = {
+        "x": x,
+        "depth": jnp.int32(0),
+        "bits": jnp.ones(3, jnp.int4),
+        "key": jax.random.key(1),
+    }
+
+    def f(w, carry):
+        noise = jax.random.normal(carry["key"], (WIDTH,)) * carry["bits"][0].astype(
+            float
+        )
+        return {
+            "x": jnp.tanh(carry["x"] @ w + noise * carry["depth"]),
+            "depth": carry["depth"] + 1,
+            "bits": carry["bits"],
+            "key": jax.random.fold_in(carry["key"], carry["depth"]),
+        }
+
+    def gradient(scan, stack, **options):
+        def inner(w, x):
+            return (scan(f, w, carry | {"x": x}, **options)["x"] ** 2).sum()
+
+        return jax.jit(jax.grad(inner, argnums=(0, 1)))(stack, x)
+
+    ours = gradient(tb.scan_layers, tb.to_host(stack), offload_inputs=True)
+    assert_close(ours, gradient(reference, stack))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3], ids=["vmap of grad", "grad of vmap"])
+def test_inputs_of_a_batch_kept_on_the_host(num_rows):
+    stack, xs = layers(4), values(3, 8, WIDTH, seed=9)
+    del stack["shift"]
+
+    def f(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"]) + x
+
+    def gradient(scan, stack, xs):
+        def one(stack, x):
+            return (scan(f, stack, x) ** 2).sum()
+
+        if num_rows == 1:
+            return jax.vmap(jax.grad(one, (0, 1)), (None, 0))(stack, xs)
+        return jax.grad(lambda s, xs: jax.vmap(one, (None, 0))(s, xs).sum(), (0, 1))(
+            stack, xs
+        )
+
+    scan = functools.partial(tb.scan_layers, offload_inputs=True)
+    mixed = {"w": tb.to_host(stack["w"]), "b": stack["b"]}
+    ours = jax.jit(functools.partial(gradient, scan))(mixed, xs)
+    assert_close(ours, gradient(reference, stack, xs))
+
+
 def test_what_the_layer_closes_over_has_a_gradient():
     stack, x = layers(4), values(8, WIDTH, seed=9)
     gain, steps = values(WIDTH, seed=5), jnp.arange(WIDTH)
@@ -287,8 +403,14 @@ def test_the_derivative_can_be_differentiated():
     assert_close(ours(tb.to_host(stack), x), theirs(stack, x))
 
 
+OFFLOAD_INPUTS = pytest.mark.parametrize(
+    "offload_inputs", [False, True], ids=["", "inputs on the host"]
+)
+
+
+@OFFLOAD_INPUTS
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_layers(axis_type):
+def test_sharded_layers(axis_type, offload_inputs):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type,) * 2)
     stack, x = values(5, WIDTH, WIDTH, scale=1 / 6), values(8, WIDTH, seed=9)
     sharding = NamedSharding(mesh, P(None, None, "y"))
@@ -306,9 +428,8 @@ def test_sharded_layers(axis_type):
     with jax.set_mesh(mesh):
         host = tb.to_host(jax.device_put(stack, sharding))
         xs = jax.device_put(x, NamedSharding(mesh, P("x", None)))
-        grad = jax.jit(
-            jax.grad(functools.partial(run, tb.scan_layers, f), argnums=(0, 1))
-        )
+        scan = functools.partial(tb.scan_layers, offload_inputs=offload_inputs)
+        grad = jax.jit(jax.grad(functools.partial(run, scan, f), argnums=(0, 1)))
         compiled = grad.lower(host, xs).compile()
         dstack, dx = compiled(host, xs)
     # Nowhere is there a whole stack, or one that is split otherwise.
@@ -319,17 +440,21 @@ def test_sharded_layers(axis_type):
     assert_close((dstack, dx), jax.grad(plain, argnums=(0, 1))(stack, x))
 
 
-def test_inside_shard_map():
+@OFFLOAD_INPUTS
+@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+def test_inside_shard_map(kind, offload_inputs):
+    if kind == "device" and not offload_inputs:
+        pytest.skip("nothing to move")
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     stack, x = values(5, WIDTH, WIDTH, scale=1 / 6), values(16, WIDTH, seed=9)
-    host = jax.device_put(stack, NamedSharding(mesh, P(), memory_kind="pinned_host"))
+    placed = jax.device_put(stack, NamedSharding(mesh, P(), memory_kind=kind))
 
     def f(w, x):
         y = jnp.tanh(x @ w)
         return y + jax.lax.pmean(y, "x")
 
     mapped = jax.shard_map(
-        functools.partial(tb.scan_layers, f),
+        functools.partial(tb.scan_layers, f, offload_inputs=offload_inputs),
         mesh=mesh,
         in_specs=(P(), P("x")),
         out_specs=P("x"),
@@ -342,8 +467,8 @@ def test_inside_shard_map():
 
     ours = jax.jit(jax.grad(lambda s, x: (mapped(s, x) ** 2).sum(), argnums=(0, 1)))
     plain = jax.grad(lambda s, x: (reference(theirs, s, x) ** 2).sum(), argnums=(0, 1))
-    dstack, dx = ours(host, jax.device_put(x, NamedSharding(mesh, P("x"))))
-    assert dstack.sharding.memory_kind == "pinned_host"
+    dstack, dx = ours(placed, jax.device_put(x, NamedSharding(mesh, P("x"))))
+    assert dstack.sharding.memory_kind == kind
     assert_close((dstack, dx), plain(stack, x))
 
 
