@@ -54,8 +54,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 def run(cases: Mapping[str, Case], setup: Any, *, limit_s: float = 0) -> list[Row]:
     """Returns the rows of all cases, in order, and shows them as they come.
 
-    A case that fails, is interrupted or comes too late is a row that says so and whose
-    bound does not hold; what the case yielded before is kept. After an interrupt
+    A case that fails, is interrupted or comes too late is a row that says so and that
+    fails; what the case yielded before is kept. After an interrupt
     (Ctrl-C, SIGINT) no further case starts.
 
     Args:
@@ -73,17 +73,17 @@ def run(cases: Mapping[str, Case], setup: Any, *, limit_s: float = 0) -> list[Ro
     for name, case in cases.items():
         start = time.perf_counter()
         if limit_s and start - began > limit_s:
-            keep(_without(name, f"not measured: {limit_s:g} s are over"))
+            keep(Row.failure(name, f"not measured: {limit_s:g} s are over"))
             continue
         try:
             for row in case(setup):
                 keep(row)
         except KeyboardInterrupt:
-            keep(_without(name, _INTERRUPTED))
+            keep(Row.failure(name, _INTERRUPTED))
             break
         except _FAILURES as error:
             note = f"{type(error).__name__}: {str(error)[:2000]}"
-            keep(_without(name, "failed", note))
+            keep(Row.failure(name, "failed", note))
         _say(f"  ({name}: {time.perf_counter() - start:.1f} s)")
         gc.collect()
         jax.clear_caches()
@@ -93,11 +93,6 @@ def run(cases: Mapping[str, Case], setup: Any, *, limit_s: float = 0) -> list[Ro
 def is_interrupted(rows: list[Row]) -> bool:
     """Returns whether a run ended before its last case because somebody wanted it."""
     return bool(rows) and rows[-1].metric == _INTERRUPTED
-
-
-def _without(case: str, why: str, note: str | None = None) -> Row:
-    """Returns a row that stands for those that a case did not yield."""
-    return Row.make(case, why, 0.0, required=">= 1", note=note)
 
 
 def _say(line: str) -> None:

@@ -175,7 +175,12 @@ class Race:
                     metric, best, rounds=rounds, in_a_row=in_a_row
                 )
             elif bound(metric, None):
-                yield self._row(f"{metric}: no exact peer", 0.0, required=">= 1")
+                yield Row.failure(
+                    self.case,
+                    f"{metric}: no exact peer",
+                    "all that ran were wrong",
+                    required=bound(metric, None),
+                )
 
     def _beside_best(
         self, metric: str, best: str, *, rounds: int, in_a_row: int

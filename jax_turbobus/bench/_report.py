@@ -19,6 +19,7 @@ _BOUNDS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<": operator.lt,
     ">": operator.gt,
+    "==": operator.eq,
 }
 
 
@@ -87,6 +88,29 @@ class Row:
         )
         return cls(
             case, metric, ours, peer, peer_name, ratio, required, ok, program, note
+        )
+
+    @classmethod
+    def failure(
+        cls,
+        case: str,
+        metric: str,
+        note: str | None = None,
+        *,
+        ours: float = 0.0,
+        required: str | None = None,
+    ) -> "Row":
+        """Returns a row that fails, whatever its figure is.
+
+        Args:
+          case: what was to be run.
+          metric: what became of it, or what the figure would have been of.
+          note: why.
+          ours: our figure, where there is one.
+          required: what was asked, where it can be said.
+        """
+        return dataclasses.replace(
+            cls.make(case, metric, ours, note=note), required=required, ok=False
         )
 
     def to_json(self) -> dict[str, Any]:

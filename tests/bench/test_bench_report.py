@@ -24,6 +24,19 @@ def test_bound_is_on_our_figure_where_there_is_no_peer():
     assert Row.make("a", "1/s", 1.0).ok is None
 
 
+def test_a_failure_fails_whatever_its_figure_is():
+    row = Row.failure("a", "failed", "why", ours=2.0, required="<= 3")
+    assert row.failed
+    assert (row.ours, row.required, row.note) == (2.0, "<= 3", "why")
+    assert Row.failure("a", "interrupted").failed
+    assert "NOT MET why" in _report.table([row])
+
+
+def test_equality_can_be_asked():
+    assert Row.make("a", "s", 2.0, peer=2.0, peer_name="p", required="== 1").ok is True
+    assert Row.make("a", "s", 0.0, peer=2.0, peer_name="p", required="== 1").failed
+
+
 @pytest.mark.parametrize("required", ["0.3", "~ 0.3", "<=0.3", "<= x"])
 def test_bound_that_is_none_is_refused(required):
     with pytest.raises(ValueError, match=r"required|could not convert"):

@@ -95,6 +95,12 @@ def _run_without_peers(args: argparse.Namespace) -> list[Row]:
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | _NO_PEERS
         done = subprocess.run(command, env=os.environ | environment, check=False)
         if done.returncode != 0:
-            return [Row.make("no peer access", "failed", 0.0, required=">= 1")]
+            return [
+                Row.failure(
+                    "no peer access",
+                    "failed",
+                    f"its process ended with status {done.returncode}",
+                )
+            ]
         with open(path, encoding="utf-8") as file:
             return [Row(**row) for row in json.load(file)["rows"]]

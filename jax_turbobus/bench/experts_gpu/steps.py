@@ -37,6 +37,8 @@ _PEERS = ("allgather_filter", "one_copy_padded", "capacity_scatter")
 _CHUNKS = 4
 _ALONE = "experts alone"
 _MOST_ERROR = 0.03
+# Asked of our exchange beside the best JAX way's.
+_OF_BEST = "<= 0.5"
 
 Layer = Callable[..., jax.Array]
 
@@ -213,10 +215,10 @@ def _times(
     for metric, (own, theirs) in figures.items():
         if min(own, theirs) <= 0:
             note = f"no longer than the experts alone ({own:.3g}, {theirs:.3g})"
-            yield Row.make(case, metric, own, required=">= 1e9", note=note)
+            yield Row.failure(case, metric, note, ours=own, required=_OF_BEST)
         else:
             yield Row.make(
-                case, metric, own, peer=theirs, peer_name=best, required="<= 0.5"
+                case, metric, own, peer=theirs, peer_name=best, required=_OF_BEST
             )
 
 

@@ -133,29 +133,38 @@ def incoming(setup: Setup, device: int = 0) -> tuple[Any, Any]:
 
 
 class Outgoing:
-    """D2H programs: ours writes into the buffer that the call before returned."""
+    """D2H programs: ours writes into a buffer that an earlier call returned."""
 
-    def __init__(self, setup: Setup, x: Any, device: int = 0) -> None:
+    def __init__(self, setup: Setup, x: Any, device: int = 0, count: int = 1) -> None:
+        """Makes the programs and the host memory.
+
+        Args:
+          setup: whose devices.
+          x: what goes to the host.
+          device: where it is.
+          count: into how many buffers ours writes in turn. A call that is queued
+            behind others must not get one that somebody still waits for.
+        """
         where = setup.sharding(device, "pinned_host")
         self._x = x
         self._ours = jax.jit(
             lambda v, out: tb.to_host(v, out=out), donate_argnums=1, out_shardings=where
         )
+        self._without_out = jax.jit(tb.to_host, out_shardings=where)
         self._peer = jax.jit(lambda v: jax.device_put(v, HOST), out_shardings=where)
-        self._out = jax.device_put(np.zeros(x.shape, x.dtype), where)
+        self._outs = collections.deque(
+            jax.device_put(np.zeros(x.shape, x.dtype), where) for _ in range(count)
+        )
 
     def start_ours(self) -> Any:
-        self._out = self._ours(self._x, self._out)
-        return self._out
+        self._outs.append(self._ours(self._x, self._outs.popleft()))
+        return self._outs[-1]
 
-    def ours(self) -> Any:
-        return self.start_ours().block_until_ready()
+    def start_without_out(self) -> Any:
+        return self._without_out(self._x)
 
     def start_peer(self) -> Any:
         return self._peer(self._x)
-
-    def peer(self) -> Any:
-        return self.start_peer().block_until_ready()
 
 
 @jax.jit
@@ -275,16 +284,26 @@ def meanwhile(work: Callable[[], Any], queued: int = 1) -> Iterator[None]:
       work: starts something and returns its result.
       queued: so many results are being waited for at any time; the oldest is waited
         for before the next one is started, so that a link never falls idle in between.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      Exception: what `work` raised; what was measured beside it is worth nothing.
     """
     stop = threading.Event()
+    failures: list[Exception] = []
 
     def loop() -> None:
         started: collections.deque[Any] = collections.deque()
-        while not stop.is_set():
-            started.append(work())
-            if len(started) >= queued:
-                jax.block_until_ready(started.popleft())
-        jax.block_until_ready([*started])
+        try:
+            while not stop.is_set():
+                started.append(work())
+                if len(started) >= queued:
+                    jax.block_until_ready(started.popleft())
+            jax.block_until_ready([*started])
+        except Exception as error:  # noqa: BLE001, raised again where it is waited for
+            failures.append(error)
 
     thread = threading.Thread(target=loop)
     # A thread that starts a call must not keep the other one from its clock for long.
@@ -298,6 +317,8 @@ def meanwhile(work: Callable[[], Any], queued: int = 1) -> Iterator[None]:
         stop.set()
         thread.join()
         sys.setswitchinterval(interval_s)
+    if failures:
+        raise failures[0]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,8 +1,9 @@
 """What a GPU's own programs and transfers feel while it lends its link."""
 
 import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax_turbobus.bench.offload_gpu._setup import (
     GIB,
     MIB,
     PEER,
+    Outgoing,
     Setup,
     configured,
     incoming,
@@ -29,21 +31,36 @@ __all__ = ["donor"]
 
 # Transfers of GPU 0 that are under way at any time while GPU 1 lends.
 _QUEUED = 3
+# Of the donor's own transfers.
+_SIZES = (1 * MIB, 16 * MIB, 256 * MIB)
+# Each takes a third of the samples of every state.
+_TURNS = 3
 # A link of PCIe 5.0 x16, measured.
 _LINK_BYTES_PER_S = 54e9
 
 
 def donor(setup: Setup) -> Iterator[Row]:
-    """GPU 1's programs and transfers while it lends to GPU 0 without a pause."""
+    """GPU 1's programs and transfers while it lends to GPU 0 without a pause.
+
+    It lends the direction that its own transfers take.
+    """
     yield from needs_gpus(setup, "donor")
     if len(setup.devices) < 2:
         return
     h = setup.host(GIB)
     lend, _ = incoming(setup)
-    lend(h).block_until_ready()
+    x = lend(h).block_until_ready()
     yield from _programs(setup, lambda: lend(h))
-    for size in (1 * MIB, 16 * MIB, 256 * MIB):
-        yield from _transfers(setup, lambda: lend(h), size)
+    for size in _SIZES:
+        own = setup.host(size, 1)
+        come = [functools.partial(program, own) for program in incoming(setup, 1)]
+        yield from _transfers(setup, "", size, lambda: lend(h), come)
+    # A buffer for each transfer that is under way.
+    out = Outgoing(setup, x, count=_QUEUED)
+    for size in _SIZES:
+        own_out = Outgoing(setup, setup.device(size, 1), 1)
+        go = [own_out.start_ours, own_out.start_peer]
+        yield from _transfers(setup, " d2h", size, out.start_ours, go)
 
 
 def _programs(setup: Setup, lend: Callable[[], Any]) -> Iterator[Row]:
@@ -104,35 +121,49 @@ class _Times:
     lending: list[float]
 
 
-def _transfers(setup: Setup, lend: Callable[[], Any], size: int) -> Iterator[Row]:
+def _transfers(
+    setup: Setup,
+    direction: str,
+    size: int,
+    lend: Callable[[], Any],
+    programs: Sequence[Callable[[], Any]],
+) -> Iterator[Row]:
+    """Yields what transfers of one size take, through us and through JAX."""
     engine = gpu.engine()
     block = engine.library.settings()["block_bytes"] if engine else 16 * MIB
-    own = setup.host(size, 1)
-    for name, program in zip(("through us", PEER), incoming(setup, 1), strict=True):
+    for name, program in zip(("through us", PEER), programs, strict=True):
 
-        def move(program: Any = program) -> Any:
-            return program(own).block_until_ready()
+        def move(program: Callable[[], Any] = program) -> Any:
+            return program().block_until_ready()
 
         move()
-        case = f"donor's own {size_name(size)} {name}"
+        case = f"donor's own {size_name(size)}{direction} {name}"
         if size > 100 * MIB:
             yield from _long(case, _measure(setup, lend, move, setup.count(60)))
         else:
-            times = _measure(setup, lend, move, setup.count(1000))
+            times = _measure(setup, lend, move, setup.count(600))
             yield from _short(case, times, block)
 
 
 def _measure(
     setup: Setup, lend: Callable[[], Any], move: Callable[[], Any], count: int
 ) -> _Times:
-    # On its own link, when nobody else is about as well: what lending costs.
-    with configured(split="direct"):
-        alone = latencies(move, count, 1e-4)
+    """Returns so many samples of each, taken in turns: what drifts hits all alike."""
+    times = _Times([], [], [])
+    for _ in range(_TURNS):
+
+        def sample(into: list[float]) -> None:
+            latencies(move, 2, 1e-4)  # What changes is felt by these.
+            into.extend(latencies(move, -(-count // _TURNS), 1e-4))
+
+        # On its own link, when nobody else is about as well: what lending costs.
+        with configured(split="direct"):
+            sample(times.alone)
+            with meanwhile(lend, _QUEUED):
+                sample(times.control)
         with meanwhile(lend, _QUEUED):
-            control = latencies(move, count, 1e-4)
-    with meanwhile(lend, _QUEUED):
-        lending = latencies(move, count, 1e-4)
-    return _Times(alone, control, lending)
+            sample(times.lending)
+    return times
 
 
 def _long(case: str, times: _Times) -> Iterator[Row]:

@@ -47,13 +47,23 @@ _SIZES = (
 )
 
 
+# What starts a transfer of ours, and one of JAX's.
+_Pair = tuple[Callable[[], Any], Callable[[], Any]]
+# Of these, ours is also made without host memory to write into.
+_WITHOUT_OUT = (256 * MIB,)
+_IN_A_ROW = 8
+# Of what D2H calls write into in turn: more than any cache holds.
+_MOST_OUT_BYTES = 2 * GIB
+
+
 def one_way(setup: Setup) -> Iterator[Row]:
     """H2D and D2H of one GPU, the others idle.
 
     From 32 MiB to 1 GiB, eight calls are made in a row and waited for once, as a
     program that does not look at every result would: a host thread that sleeps through
     a long transfer wakes up to a millisecond late, whoever's transfer it is. The time
-    of a single call is there as well.
+    of a single call is there as well. D2H calls in a row write into as many buffers in
+    turn, as JAX's do: one of some MiB would stay in the CPU's cache.
 
     Where no gain is asked for, JAX's own transfer is measured twice, and ours may be
     slower by as much as the two differ.
@@ -64,20 +74,25 @@ def one_way(setup: Setup) -> Iterator[Row]:
         h = setup.host(size)
         ours, peer = incoming(setup)
         check(ours(h), h)
-        yield from _rates(setup, f"h2d {size_name(size)}", size, least, ours, peer, h)
+
+        def come(count: int, h: Any = h, ours: Any = ours, peer: Any = peer) -> _Pair:
+            del count
+            return lambda: ours(h), lambda: peer(h)
+
+        yield from _rates(setup, f"h2d {size_name(size)}", size, least, come)
         x = ours(h)
-        del h
-        out = Outgoing(setup, x)
-        check(out.ours(), x)
-        yield from _rates(
-            setup,
-            f"d2h {size_name(size)}",
-            size,
-            least,
-            lambda _, out=out: out.start_ours(),  # type: ignore[misc]
-            lambda _, out=out: out.start_peer(),  # type: ignore[misc]
-            x,
-        )
+        del h, come
+
+        def go(count: int, x: Any = x, size: int = size) -> _Pair:
+            count = max(1, min(count, _MOST_OUT_BYTES // size))
+            out = Outgoing(setup, x, count=count)
+            for _ in range(count):
+                check(out.start_ours(), x)
+            return out.start_ours, out.start_peer
+
+        yield from _rates(setup, f"d2h {size_name(size)}", size, least, go)
+        if size in _WITHOUT_OUT:
+            yield from _without_out(setup, size, x)
 
 
 def _rates(
@@ -85,18 +100,23 @@ def _rates(
     case: str,
     size: int,
     least: float,
-    ours: Callable[[Any], Any],
-    peer: Callable[[Any], Any],
-    x: Any,
+    programs: Callable[[int], _Pair],
 ) -> Iterator[Row]:
-    most = 8 if 32 * MIB <= size <= GIB else 1
+    """Yields rates of calls in a row and of single ones.
+
+    Args:
+      setup: what every case gets.
+      case: what rows are called.
+      size: bytes.
+      least: what is asked of the ratio.
+      programs: returns what starts ours and JAX's, of so many calls in a row.
+    """
+    most = _IN_A_ROW if 32 * MIB <= size <= GIB else 1
     for count in sorted({most, 1}, reverse=True):
-        functions = {
-            "ours": in_a_row(lambda: ours(x), count),
-            "peer": in_a_row(lambda: peer(x), count),
-        }
+        ours, peer = programs(count)
+        functions = {"ours": in_a_row(ours, count), "peer": in_a_row(peer, count)}
         if least <= 1:
-            functions["peer again"] = in_a_row(lambda: peer(x), count)
+            functions["peer again"] = in_a_row(peer, count)
         times = alternate(functions, rounds=setup.rounds_for(count * size))
         if least <= 1:
             least = 1 - noise(times["peer"], times["peer again"])
@@ -106,6 +126,25 @@ def _rates(
             times,
             f">= {least:.4g}" if count == most else None,
         )
+
+
+def _without_out(setup: Setup, size: int, x: Any) -> Iterator[Row]:
+    """Yields the rate of D2H into host memory that is made in the program."""
+    out = Outgoing(setup, x)
+    check(out.start_without_out(), x)
+    times = alternate(
+        {
+            "ours": in_a_row(out.start_without_out, _IN_A_ROW),
+            "peer": in_a_row(out.start_peer, _IN_A_ROW),
+        },
+        rounds=setup.rounds_for(_IN_A_ROW * size),
+    )
+    yield rate(
+        f"d2h {size_name(size)} without out, {_calls(_IN_A_ROW)}",
+        _IN_A_ROW * size,
+        times,
+        None,
+    )
 
 
 def _calls(count: int) -> str:
