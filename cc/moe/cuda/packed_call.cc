@@ -21,8 +21,6 @@ constexpr int64_t kMostParts = 4;
 }  // namespace
 
 PackedCall::~PackedCall() {
-  // After an error what was sent here may still be on its way.
-  (void)AwaitReceived();
   if (mail_ == nullptr) return;
   auto event = EventPool::Process().Record(caller_.device, caller_.stream);
   // Without an event the device is lost, and nobody will read or write.
@@ -236,71 +234,39 @@ Status PackedCall::PullRows(bool is_forward) {
       peer_row += is_forward ? Total(peer, r) : Total(r, peer);
     }
     const int64_t num_rows = is_forward ? Total(peer, me) : Total(me, peer);
-    if (num_rows > 0) {
-      auto ring = RingPool::Process().Take(caller_.wiring.devices[peer],
-                                           {caller_.device},
-                                           caller_.wiring.Between(peer, me));
-      if (!ring.ok()) return visit_.Check(ring.status());
-      const std::vector<cudaEvent_t> ready = ReadyEventsOf(peer);
-      TB_RETURN_IF_ERROR(visit_.Check((*ring)->Await(ready[0], {&begun_, 1})));
-      Transfer& transfer = transfers_.emplace_back();
-      const auto num_ready = static_cast<int64_t>(ready.size());
-      for (int64_t part = 1; part < num_ready; ++part) {
-        transfer.gates.push_back(
-            {num_rows * part / num_ready * shape_.row_bytes, ready[part]});
-      }
-      transfer.peer = peer;
-      transfer.from =
-          reinterpret_cast<const uint8_t*>(visit_.Value(peer, kAddress)) +
-          peer_row * shape_.row_bytes;
-      transfer.to = {scratch_.inbox + own_row * shape_.row_bytes};
-      transfer.size_bytes = num_rows * shape_.row_bytes;
-      transfer.ring = *std::move(ring);
-    }
+    const auto* const packed =
+        reinterpret_cast<const uint8_t*>(visit_.Value(peer, kAddress));
+    TB_RETURN_IF_ERROR(
+        transfers_.Add({.peer = peer,
+                        .from = packed + peer_row * shape_.row_bytes,
+                        .to = scratch_.inbox + own_row * shape_.row_bytes,
+                        .num_rows = num_rows,
+                        .row_bytes = shape_.row_bytes},
+                       ReadyEventsOf(peer), begun_));
     own_row += num_rows;
   }
-  int64_t most = 0;
-  for (const Transfer& transfer : transfers_) {
-    most = std::max(most, transfer.size_bytes);
-  }
-  num_parts_ = static_cast<int>(
-      std::clamp<int64_t>(most / kLeastPartBytes, 1, kMostParts));
-  for (Transfer& transfer : transfers_) transfer.num_parts = num_parts_;
-  const Status status = Enqueue(transfers_);
-  visit_.Step("rings");
-  if (status.ok()) return OkStatus();
-  (void)AwaitReceived();
-  return visit_.Check(status);
-}
-
-Status PackedCall::AwaitReceived() {
-  for (const Transfer& transfer : transfers_) {
-    for (const SharedEvent& event : transfer.received) {
-      TB_RETURN_IF_ERROR(Wait(event.get()));
-    }
-  }
-  return OkStatus();
+  return transfers_.Start(kMostParts, kLeastPartBytes);
 }
 
 Status PackedCall::ForParts(const std::function<Status(const Arrived&)>& use) {
+  const std::span<const Transfer> transfers = transfers_.transfers();
+  if (transfers.empty()) return use({});
   Arrived arrived;
   arrived.is_all = false;
-  int64_t first_row[kMaxRanks] = {};
-  for (const Transfer& transfer : transfers_) {
-    first_row[transfer.peer] =
-        (transfer.to[0] - scratch_.inbox) / shape_.row_bytes;
-    arrived.end[transfer.peer] = static_cast<int32_t>(first_row[transfer.peer]);
+  const auto row_of = [&](const Transfer& transfer, int64_t bytes) {
+    return static_cast<int32_t>((transfer.to[0] - scratch_.inbox + bytes) /
+                                shape_.row_bytes);
+  };
+  for (const Transfer& transfer : transfers) {
+    arrived.end[transfer.peer] = row_of(transfer, 0);
   }
-  if (transfers_.empty()) return use({});
-  for (int part = 0; part < num_parts_; ++part) {
+  for (int part = 0; part < transfers_.num_parts(); ++part) {
     arrived.is_first = part == 0;
-    for (const Transfer& transfer : transfers_) {
-      const Transfer::Part& here = transfer.parts[part];
-      TB_RETURN_IF_ERROR(Wait(here.event.get()));
+    TB_RETURN_IF_ERROR(transfers_.AwaitPart(part));
+    for (const Transfer& transfer : transfers) {
       const int peer = transfer.peer;
       arrived.begin[peer] = arrived.end[peer];
-      arrived.end[peer] =
-          static_cast<int32_t>(first_row[peer] + here.end / shape_.row_bytes);
+      arrived.end[peer] = row_of(transfer, transfer.parts[part].end);
     }
     TB_RETURN_IF_ERROR(use(arrived));
   }
@@ -308,62 +274,12 @@ Status PackedCall::ForParts(const std::function<Status(const Arrived&)>& use) {
 }
 
 Status PackedCall::PushTokens(const uint8_t* tokens) {
-  Transfer& transfer = transfers_.emplace_back();
-  std::vector<int> readers;
-  std::vector<cudaEvent_t> ready;
+  std::vector<uint8_t*> to;
   for (int r = 0; r < shape_.num_ranks; ++r) {
-    if (r == shape_.rank) continue;
-    readers.push_back(caller_.wiring.devices[r]);
-    ready.push_back(visit_.EventOf(r));
-    transfer.to.push_back(
-        reinterpret_cast<uint8_t*>(visit_.Value(r, kAddress)) +
-        layout_.InboxOf(r, shape_.rank) * shape_.row_bytes);
+    to.push_back(reinterpret_cast<uint8_t*>(visit_.Value(r, kAddress)) +
+                 layout_.InboxOf(r, shape_.rank) * shape_.row_bytes);
   }
-  if (readers.empty()) {
-    transfers_.clear();
-    return OkStatus();
-  }
-  transfer.from = tokens;
-  transfer.size_bytes = shape_.num_tokens * shape_.row_bytes;
-  auto ring = RingPool::Process().Take(caller_.device, std::move(readers),
-                                       {.kind = Path::Kind::kHost});
-  if (!ring.ok()) return visit_.Check(ring.status());
-  transfer.ring = *std::move(ring);
-  TB_RETURN_IF_ERROR(
-      visit_.Check(transfer.ring->Await(visit_.EventOf(shape_.rank), ready)));
-  const Status status = Enqueue(transfers_);
-  if (transfer.sent != nullptr) {
-    TB_RETURN_IF_ERROR(Wait(transfer.sent.get()));
-  }
-  return visit_.Check(status);
-}
-
-Status PackedCall::EndTransfers() {
-  // By rank: the event after which its memory is not read, or it has all.
-  std::vector<uint64_t> values(shape_.num_ranks);
-  auto keep = std::make_shared<std::vector<SharedEvent>>();
-  for (Transfer& transfer : transfers_) {
-    if (layout_.is_broadcast) {
-      for (size_t i = 0; i < transfer.received.size(); ++i) {
-        const int reader = static_cast<int>(i);
-        values[reader + (reader >= shape_.rank ? 1 : 0)] =
-            reinterpret_cast<uint64_t>(transfer.received[i].get());
-        keep->push_back(transfer.received[i]);
-      }
-    } else {
-      values[transfer.peer] = reinterpret_cast<uint64_t>(transfer.sent.get());
-      keep->push_back(transfer.sent);
-    }
-  }
-  TB_RETURN_IF_ERROR(visit_.MeetLast(std::move(values), std::move(keep)));
-  // Had it failed, nobody would know when to wait for, and `~PackedCall` would.
-  transfers_.clear();
-  for (int r = 0; r < shape_.num_ranks; ++r) {
-    auto* const event =
-        reinterpret_cast<cudaEvent_t>(visit_.Value(r, shape_.rank));
-    if (event != nullptr) TB_RETURN_IF_ERROR(Wait(event));
-  }
-  return OkStatus();
+  return transfers_.Push(tokens, shape_.num_tokens * shape_.row_bytes, to);
 }
 
 Status PackedCall::NumberTokens(bool is_outgoing) {

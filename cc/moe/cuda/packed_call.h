@@ -14,7 +14,7 @@
 #include "moe/cuda/kernels.h"
 #include "moe/cuda/mail.h"
 #include "moe/cuda/packed_layout.h"
-#include "moe/cuda/transfer.h"
+#include "moe/cuda/ring_transfers.h"
 #include "moe/cuda/visit.h"
 
 namespace turbobus::moe::cuda {
@@ -32,7 +32,8 @@ class PackedCall {
         layout_(layout),
         scratch_(layout, scratch),
         tally_(tally),
-        visit_(caller) {}
+        visit_(caller),
+        transfers_(caller, visit_) {}
   ~PackedCall();
   PackedCall(const PackedCall&) = delete;
   PackedCall& operator=(const PackedCall&) = delete;
@@ -80,13 +81,8 @@ class PackedCall {
   /// Sums up what goes to the peers, in parts if all hosts know how many rows
   /// there are: the first is on its way while the next is summed up.
   Status SumForPeers(DType dtype, CombineArgs& args);
-  /// Makes the caller's stream wait for all that is pulled.
-  Status AwaitReceived();
   /// Every token of this rank into every peer's inbox.
   Status PushTokens(const uint8_t* tokens);
-  /// Meets; then nobody reads this rank's memory any more, and the caller's
-  /// stream has what it was sent.
-  Status EndTransfers();
 
   Status BroadcastDispatch(const GpuDispatch& call);
   Status RingDispatch(const GpuDispatch& call);
@@ -127,10 +123,6 @@ class PackedCall {
   Status Check(cudaError_t error, const char* what) {
     return visit_.Check(error, what);
   }
-  Status Wait(cudaEvent_t event) {
-    return visit_.Check(cudaStreamWaitEvent(caller_.stream, event, 0),
-                        "cudaStreamWaitEvent");
-  }
 
   const Caller& caller_;
   const Shape shape_;
@@ -156,8 +148,7 @@ class PackedCall {
   std::vector<SharedEvent> summed_;
   std::shared_ptr<Mail> mail_;
   std::vector<Mail*> mails_;  // By rank; `visit_` keeps them.
-  std::vector<Transfer> transfers_;
-  int num_parts_ = 1;
+  RingTransfers transfers_;
 };
 
 }  // namespace turbobus::moe::cuda

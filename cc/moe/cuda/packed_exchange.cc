@@ -92,7 +92,7 @@ Status PackedCall::BroadcastDispatch(const GpuDispatch& call) {
   TB_RETURN_IF_ERROR(PushTokens(call.tokens));
   TB_RETURN_IF_ERROR(ReadTables());
   TB_RETURN_IF_ERROR(Pack(call, {}, false, true));
-  TB_RETURN_IF_ERROR(EndTransfers());
+  TB_RETURN_IF_ERROR(transfers_.End());
   Boxes inbox;
   for (int r = 0; r < shape_.num_ranks; ++r) {
     inbox.of.of[r] =
@@ -115,7 +115,7 @@ Status PackedCall::RingDispatch(const GpuDispatch& call) {
   const Boxes inbox = Numbered(scratch_.inbox, scratch_.peer_index);
   TB_RETURN_IF_ERROR(ForParts(
       [&](const Arrived& arrived) { return Unpack(call, inbox, arrived); }));
-  return EndTransfers();
+  return transfers_.End();
 }
 
 Status PackedCall::Combine(const GpuCombine& call) {
@@ -165,7 +165,7 @@ Status PackedCall::Combine(const GpuCombine& call) {
   TB_RETURN_IF_ERROR(SwapTotals(scratch_.outbox));
   TB_RETURN_IF_ERROR(PullRows(/*is_forward=*/false));
   TB_RETURN_IF_ERROR(ForParts(sum));
-  return EndTransfers();
+  return transfers_.End();
 }
 
 Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
@@ -214,7 +214,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
     TB_RETURN_IF_ERROR(ReadTables());
     TB_RETURN_IF_ERROR(NumberTokens(/*is_outgoing=*/false));
     TB_RETURN_IF_ERROR(send(false, true));
-    TB_RETURN_IF_ERROR(AwaitReceived());
+    TB_RETURN_IF_ERROR(transfers_.Await());
   }
   args.expert_ids = Tables(layout_.ids, own_.expert_ids);
   args.positions = Tables(layout_.positions, own_.positions);
@@ -243,7 +243,7 @@ Status PackedCall::CombineGrad(const GpuCombineGrad& call) {
                               shape_.num_ranks * layout_.grad_bytes(),
                               cudaMemcpyDefault, caller_.stream),
               "copy of weight gradients"));
-    TB_RETURN_IF_ERROR(EndTransfers());
+    TB_RETURN_IF_ERROR(transfers_.End());
   }
   MergeArgs merge = {
       .expert_ids = own_.expert_ids,

@@ -13,7 +13,7 @@
 
 #include "moe/cuda/cutter.h"
 #include "moe/cuda/mail.h"
-#include "moe/cuda/pulls.h"
+#include "moe/cuda/ring_transfers.h"
 #include "moe/cuda/visit.h"
 #include "moe/ragged_parcels.h"
 
@@ -37,7 +37,7 @@ class PackedRagged {
         sizes_(call.sizes),
         way_(way),
         visit_(caller),
-        pulls_(caller, visit_) {}
+        transfers_(caller, visit_) {}
   ~PackedRagged();
   PackedRagged(const PackedRagged&) = delete;
   PackedRagged& operator=(const PackedRagged&) = delete;
@@ -77,7 +77,7 @@ class PackedRagged {
   const RaggedSizes sizes_;
   const ParcelWay way_;
   Visit visit_;
-  Pulls pulls_;
+  RingTransfers transfers_;
   std::shared_ptr<Mail> mail_;
   RaggedParcels plan_;
   // Device memory of the call.
@@ -204,17 +204,21 @@ Status PackedRagged::Pack(const LocalMove& move) {
 
 Status PackedRagged::Pull() {
   TB_RETURN_IF_ERROR(visit_.Meet({boxes_}));
+  const Peers<const uint8_t> boxes = visit_.Addresses<const uint8_t>(0);
   for (int peer = 0; peer < sizes_.num_ranks; ++peer) {
     if (peer == sizes_.rank) continue;
     const RaggedParcels::Parcel& parcel = plan_.parcels[peer];
-    TB_RETURN_IF_ERROR(pulls_.Add(peer,
-                                  visit_.Addresses<const uint8_t>(0).of[peer] +
-                                      parcel.peer_box_row * sizes_.row_bytes,
-                                  boxes_ + parcel.box_row * sizes_.row_bytes,
-                                  parcel.num_rows * sizes_.row_bytes));
+    const cudaEvent_t ready = visit_.EventOf(peer);
+    TB_RETURN_IF_ERROR(transfers_.Add(
+        {.peer = peer,
+         .from = boxes.of[peer] + parcel.peer_box_row * sizes_.row_bytes,
+         .to = boxes_ + parcel.box_row * sizes_.row_bytes,
+         .num_rows = parcel.num_rows,
+         .row_bytes = sizes_.row_bytes},
+        {&ready, 1}, visit_.EventOf(sizes_.rank)));
   }
-  TB_RETURN_IF_ERROR(pulls_.Start());
-  return pulls_.Await();
+  TB_RETURN_IF_ERROR(transfers_.Start());
+  return transfers_.Await();
 }
 
 Status PackedRagged::Unpack(const LocalMove& move) {
@@ -253,7 +257,7 @@ Status PackedRagged::Run() {
     TB_RETURN_IF_ERROR(Pack(pack));
     TB_RETURN_IF_ERROR(Pull());
     TB_RETURN_IF_ERROR(Unpack(unpack));
-    return pulls_.End();
+    return transfers_.End();
   };
   return visit_.Check(run());
 }
