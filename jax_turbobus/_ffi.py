@@ -133,6 +133,8 @@ def cuda() -> ModuleType | None:
         return None
     _cuda = importlib.import_module("jax_turbobus._cuda")
     check_api_version("its CUDA library", _cuda.ffi_api_version)
+    for name, parts in _cuda.ffi_types().items():
+        jax.ffi.register_ffi_type(name, parts, platform="CUDA")
     _register(_cuda, "CUDA")
     _loaded[:] = [_cuda]
     _cuda.set_exchange_timeout(core().exchange_timeout())

@@ -13,6 +13,7 @@ inline constexpr int kApiVersionMinor = XLA_FFI_API_MINOR;
 struct Target {
   const char* name;
   XLA_FFI_Handler* execute;
+  XLA_FFI_Handler* initialize = nullptr;  // Before a run executes anything.
 };
 
 std::vector<Target> OffloadTargets();

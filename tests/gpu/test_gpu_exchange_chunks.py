@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import gpus
+from gpu_programs import PLATFORM, gpus
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_turbobus import moe
+from jax_turbobus import _ffi, moe
 from jax_turbobus.moe import _devices
 
 pytestmark = pytest.mark.gpu
@@ -16,9 +16,14 @@ pytestmark = pytest.mark.gpu
 T, H, E, K = 512, 256, 8, 2
 
 
-def gradients(num_chunks):
+def on_mesh(layer, num_args):
     mesh = Mesh(np.array(gpus()[:1]), ("x",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(
+        layer, mesh=mesh, in_specs=(P("x"),) * num_args, out_specs=P("x")
+    )
 
+
+def gradients(num_chunks):
     def layer(tokens, ids, weights, params):
         return moe.expert_parallel(
             lambda rows, _: jnp.tanh(jnp.einsum("ech,eho->eco", rows, params)),
@@ -31,10 +36,8 @@ def gradients(num_chunks):
             expert_capacity=T,
         )
 
-    on_mesh = jax.shard_map(layer, mesh=mesh, in_specs=(P("x"),) * 4, out_specs=P("x"))
-
-    def loss(tokens, ids, weights, params):
-        return (on_mesh(tokens, ids, weights, params) ** 2).sum()
+    def loss(*args):
+        return (on_mesh(layer, 4)(*args) ** 2).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 2, 3)))
 
@@ -57,3 +60,28 @@ def test_gradients_of_chunks_are_those_of_the_whole(monkeypatch, reason):
     expected = jax.tree.leaves(gradients(1)(*args))
     for got, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="on CPU devices nothing is beside")
+def test_what_is_under_way_is_awaited_where_another_op_ends_the_program():
+    """Else it would write into memory that has become another's."""
+
+    def refused(rows, _):
+        # By XLA: it has other operands.
+        return jax.ffi.ffi_call("turbobus_moe_combine", jax.typeof(rows))(rows)
+
+    def layer(*args):
+        return moe.expert_parallel(
+            refused, *args, num_experts=E, axis_name="x", num_chunks=3
+        )
+
+    args = (jnp.ones((T, H)), jnp.zeros((T, K), jnp.int32), jnp.ones((T, K)))
+    program = jax.jit(on_mesh(layer, 3))
+    moe.reset_exchange_stats()
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="number of arguments"):
+            jax.block_until_ready(program(*args))
+    # In each the next chunk's dispatch, too, and nothing behind the experts.
+    calls = {kind.op: kind.num_calls for kind in moe.exchange_stats()}
+    assert calls == {"dispatch": 6}
+    assert _ffi.cuda().num_exchanges_under_way() == 0

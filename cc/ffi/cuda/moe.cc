@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,8 @@
 //
 // Each handler is there twice: on the program's stream, and as a *start* on a
 // stream of ours, whose operands and results nobody may touch before
-// `turbobus_moe_finish` has had the results.
+// `turbobus_moe_finish` has had the results. If another op fails before that,
+// the run's end waits for the exchange (`SideRun`).
 
 namespace turbobus::ffi {
 namespace {
@@ -50,6 +52,34 @@ Status RunBeside(const GpuContext& program,
                          return (*lane)->Allocate(size_bytes);
                        }});
       });
+}
+
+/// XLA has one for each start while it enqueues a run on a device. It destroys
+/// them when all is enqueued or an op has failed, before anybody else has the
+/// run's buffers: nothing that is under way then may write into them later.
+class SideRun {
+ public:
+  static xla::ffi::TypeId id;
+
+  explicit SideRun(const SideStreams::Program& program) : program_(program) {}
+  ~SideRun() { SideStreams::Process().Leave(program_); }
+  SideRun(const SideRun&) = delete;
+  SideRun& operator=(const SideRun&) = delete;
+
+ private:
+  const SideStreams::Program program_;
+};
+
+xla::ffi::TypeId SideRun::id = XLA_FFI_UNKNOWN_TYPE_ID;
+// Behind the class: of an incomplete one the destructor would not be called.
+constexpr xla::ffi::TypeInfo kSideRunInfo = xla::ffi::MakeTypeInfo<SideRun>();
+
+xla::ffi::ErrorOr<std::unique_ptr<SideRun>> BeginSideRun(
+    cudaStream_t stream, int32_t device, RunId run_id,
+    xla::ffi::RemainingArgs /*args*/, xla::ffi::RemainingRets /*results*/,
+    xla::ffi::Dictionary /*attributes*/) {
+  return std::make_unique<SideRun>(
+      SideStreams::Program{device, run_id.run_id, stream});
 }
 
 template <Way kWay, typename Exchange>
@@ -200,6 +230,16 @@ XLA_FFI_DEFINE_HANDLER(kCount, Count,
                            .RemainingArgs()
                            .RemainingRets());
 
+XLA_FFI_DEFINE_HANDLER(
+    kBeginSideRun, BeginSideRun,
+    xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+        .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+        .Ctx<xla::ffi::DeviceOrdinal>()
+        .Ctx<RunId>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attrs());
+
 XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
                        xla::ffi::Ffi::Bind()
                            .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
@@ -213,16 +253,20 @@ XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
 
 }  // namespace
 
+std::vector<StateType> CudaStateTypes() {
+  return {{"turbobus_moe_side_run", &SideRun::id, &kSideRunInfo}};
+}
+
 std::vector<Target> CudaMoeTargets() {
   return {
       {"turbobus_moe_dispatch", kDispatch},
-      {"turbobus_moe_dispatch_start", kDispatchStart},
+      {"turbobus_moe_dispatch_start", kDispatchStart, kBeginSideRun},
       {"turbobus_moe_dispatch_grad", kDispatchGrad},
-      {"turbobus_moe_dispatch_grad_start", kDispatchGradStart},
+      {"turbobus_moe_dispatch_grad_start", kDispatchGradStart, kBeginSideRun},
       {"turbobus_moe_combine", kCombine},
-      {"turbobus_moe_combine_start", kCombineStart},
+      {"turbobus_moe_combine_start", kCombineStart, kBeginSideRun},
       {"turbobus_moe_combine_grad", kCombineGrad},
-      {"turbobus_moe_combine_grad_start", kCombineGradStart},
+      {"turbobus_moe_combine_grad_start", kCombineGradStart, kBeginSideRun},
       {"turbobus_moe_count", kCount},
       {"turbobus_moe_finish", kFinish},
   };

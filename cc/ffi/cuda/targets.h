@@ -7,6 +7,17 @@
 
 namespace turbobus::ffi {
 
+/// What a stage of a run leaves to later ones; XLA owns it, and destroys it
+/// when the run is over.
+struct StateType {
+  const char* name;
+  XLA_FFI_TypeId* id;
+  const XLA_FFI_TypeInfo* info;
+};
+
+/// All types of states that handlers of the CUDA library make.
+std::vector<StateType> CudaStateTypes();
+
 /// The handlers of docs/ffi.md for CUDA devices.
 std::vector<Target> CudaOffloadTargets();
 

@@ -7,10 +7,6 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-// Exchanges of programs that failed between start and finish are forgotten
-// when so many are newer.
-constexpr size_t kMaxUnderWay = 4096;
-
 constexpr int64_t kAlignment = 256;
 
 Status Wait(cudaStream_t stream, const SharedEvent& event) {
@@ -81,27 +77,7 @@ StatusOr<std::unique_ptr<SideStreams::Lane>> SideStreams::TakeLane(int device) {
   return Lane::Create();
 }
 
-Status SideStreams::AwaitOthers(const Program& program) {
-  std::vector<SharedEvent> ends;
-  {
-    const std::lock_guard lock(mutex_);
-    for (UnderWay& one : under_way_) {
-      if (one.program.device != program.device || one.is_awaited ||
-          one.program.run_id == program.run_id) {
-        continue;
-      }
-      one.is_awaited = true;
-      ends.push_back(one.end);
-    }
-  }
-  for (const SharedEvent& end : ends) {
-    TB_RETURN_IF_ERROR(Wait(program.stream, end));
-  }
-  return OkStatus();
-}
-
 StatusOr<SideStreams::Start> SideStreams::Prepare(const Program& program) {
-  TB_RETURN_IF_ERROR(AwaitOthers(program));
   EventPool& events = EventPool::Process();
   TB_ASSIGN_OR_RETURN(const SharedEvent begin,
                       events.Record(program.device, program.stream));
@@ -131,46 +107,50 @@ Status SideStreams::Run(
   const Status recorded =
       FromCuda(cudaEventRecord(end.get(), lane->stream()), "cudaEventRecord");
   if (status.ok()) status = recorded;
-  // The program ends here: its buffers go when its stream has come so far.
-  if (!status.ok()) (void)Wait(program.stream, end);
   const std::lock_guard lock(mutex_);
   free_[program.device].push_back(std::move(lane));
-  if (!status.ok()) return status;
   under_way_.push_back({program, results, std::move(end)});
-  if (under_way_.size() > kMaxUnderWay) under_way_.pop_front();
-  return OkStatus();
+  return status;
 }
 
 Status SideStreams::Join(const Program& program,
                          const std::vector<const void*>& results) {
   SharedEvent end;
-  std::vector<SharedEvent> others;
   {
     const std::lock_guard lock(mutex_);
     const auto it = std::ranges::find_if(under_way_, [&](const UnderWay& one) {
-      return one.program.device == program.device &&
-             one.program.run_id == program.run_id && one.results == results;
+      return one.IsOf(program) && one.results == results;
     });
     if (it != under_way_.end()) {
       end = std::move(it->end);
       under_way_.erase(it);
-    } else {
-      for (const UnderWay& one : under_way_) {
-        if (one.program.device == program.device &&
-            one.program.run_id == program.run_id) {
-          others.push_back(one.end);
-        }
-      }
     }
   }
   if (end == nullptr) {
-    // The program ends here, and with it what its exchanges still write.
-    for (const SharedEvent& other : others) (void)Wait(program.stream, other);
     return FailedPrecondition(
         "no exchange with these results is under way: XLA copied or moved what "
         "an unfinished exchange writes; please report the program");
   }
   return Wait(program.stream, end);
+}
+
+void SideStreams::Leave(const Program& program) {
+  std::vector<SharedEvent> ends;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(under_way_, [&](UnderWay& one) {
+      if (!one.IsOf(program)) return false;
+      ends.push_back(std::move(one.end));
+      return true;
+    });
+  }
+  // If this fails the device is lost, and nothing is written any more.
+  for (const SharedEvent& end : ends) (void)Wait(program.stream, end);
+}
+
+int64_t SideStreams::num_under_way() {
+  const std::lock_guard lock(mutex_);
+  return std::ssize(under_way_);
 }
 
 }  // namespace turbobus::moe::cuda

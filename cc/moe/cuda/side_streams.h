@@ -18,13 +18,14 @@ namespace turbobus::moe::cuda {
 
 /// Exchanges that run beside a program's compute: each is enqueued on a stream
 /// of ours, which waits for what the program has enqueued so far, and later the
-/// program's stream waits for it.
+/// program's stream waits for it: at the latest when its run is over, however
+/// it ends.
 ///
 /// Thread-safe; the current device must be the program's. No lock is held while
 /// an exchange is enqueued (it meets other ranks).
 class SideStreams {
  public:
-  /// A program that is being enqueued on a device.
+  /// A program that is being enqueued on a device: one run of it.
   struct Program {
     int device = 0;
     int64_t run_id = 0;
@@ -62,8 +63,8 @@ class SideStreams {
 
   /// Enqueues an exchange by `enqueue`, which gets its lane, or the reason why
   /// there is none: it is called once in any case, since other ranks may wait
-  /// for what it says. `results` tell the exchange from others until `Join`. If
-  /// it fails, the program's stream waits for whatever was enqueued.
+  /// for what it says. `results` tell the exchange from others until `Join`.
+  /// Whatever was enqueued is under way, also if this fails.
   Status Run(const Program& program, const std::vector<const void*>& results,
              const std::function<Status(const StatusOr<Lane*>&)>& enqueue);
 
@@ -71,14 +72,22 @@ class SideStreams {
   /// FAILED_PRECONDITION if there is none under way.
   Status Join(const Program& program, const std::vector<const void*>& results);
 
+  /// Makes the program's stream wait for all that nobody has joined. Its run is
+  /// over: if some other op has failed, its buffers are soon another's.
+  void Leave(const Program& program);
+
+  /// Exchanges that have been started and neither joined nor left.
+  int64_t num_under_way();
+
  private:
   struct UnderWay {
     Program program;
     std::vector<const void*> results;
     SharedEvent end;
-    /// Whether the stream of a later program that starts exchanges waits for
-    /// it: its own may have failed.
-    bool is_awaited = false;
+
+    bool IsOf(const Program& run) const {
+      return program.device == run.device && program.run_id == run.run_id;
+    }
   };
 
   /// An exchange that is about to be enqueued.
@@ -90,8 +99,6 @@ class SideStreams {
   StatusOr<std::unique_ptr<Lane>> TakeLane(int device);
   /// A lane whose stream waits for the program's.
   StatusOr<Start> Prepare(const Program& program);
-  /// Makes `program`'s stream wait for what other programs left on its device.
-  Status AwaitOthers(const Program& program);
 
   const int lanes_a_device_;
   std::mutex mutex_;

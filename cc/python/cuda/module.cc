@@ -17,6 +17,7 @@
 #include "moe/blocking_meeting.h"
 #include "moe/cuda/gpu_traffic.h"
 #include "moe/cuda/ring_timing.h"
+#include "moe/cuda/side_streams.h"
 #include "moe/cuda/wiring.h"
 #include "python/bindings.h"
 #include "python/cuda/settings.h"
@@ -270,9 +271,23 @@ py::dict FfiTargets() {
   for (const ffi::Target& target : ffi::CudaTargets()) {
     py::dict stages;
     stages["execute"] = py::capsule(reinterpret_cast<void*>(target.execute));
+    if (target.initialize != nullptr) {
+      stages["initialize"] =
+          py::capsule(reinterpret_cast<void*>(target.initialize));
+    }
     targets[target.name] = stages;
   }
   return targets;
+}
+
+py::dict FfiTypes() {
+  py::dict types;
+  for (const ffi::StateType& type : ffi::CudaStateTypes()) {
+    types[type.name] = py::dict(
+        "type_id"_a = py::capsule(type.id),
+        "type_info"_a = py::capsule(static_cast<const void*>(type.info)));
+  }
+  return types;
 }
 
 }  // namespace
@@ -283,6 +298,8 @@ PYBIND11_MODULE(_cuda, module) {
       py::make_tuple(ffi::kApiVersionMajor, ffi::kApiVersionMinor);
   module.def("ffi_targets", &FfiTargets,
              "XLA FFI handlers by target name: {name: {stage: capsule}}.");
+  module.def("ffi_types", &FfiTypes,
+             "XLA FFI types of states by name: {name: {part: capsule}}.");
   module.def("gpus", &Gpus, "The GPUs of this process, by CUDA ordinal.");
   module.def(
       "can_access_peer",
@@ -316,6 +333,10 @@ PYBIND11_MODULE(_cuda, module) {
              "slot_bytes"_a, "repeats"_a,
              "Seconds of each way (source, reader, 'host' or 'peer') when all "
              "carry size_bytes at once, as exchanges do.");
+  module.def(
+      "num_exchanges_under_way",
+      [] { return moe::cuda::SideStreams::Process().num_under_way(); },
+      "Exchanges beside a program that are started and not finished.");
   module.def("exchange_traffic", &ExchangeTraffic,
              "What exchanges have moved between GPUs since the last reset.");
   module.def("reset_exchange_traffic", &ResetExchangeTraffic,
