@@ -87,7 +87,7 @@ def dispatch(
     }
     if isinstance(tokens, tuple | dict):
         return _dispatch_tree(tokens, expert_ids, weights, valid, static)
-    operands = prepared(tokens, expert_ids, weights, valid, **static)
+    operands = prepared("dispatch", tokens, expert_ids, weights, valid, **static)
     return received(operands, _linear.send(operands.routing, *operands.sent))
 
 
@@ -160,16 +160,17 @@ class Operands(NamedTuple):
 
 
 def prepared(
+    op: str,
     tokens: jax.Array,
     expert_ids: jax.Array,
     weights: jax.Array,
     valid: jax.Array | None,
     **static: Any,
 ) -> Operands:
-    """Returns the operands of `dispatch`, or raises what it raises."""
-    _routing.check_arrays("dispatch", tokens, expert_ids, weights, valid)
+    """Returns the operands of `dispatch`, or raises what it raises, as `op`."""
+    _routing.check_arrays(op, tokens, expert_ids, weights, valid)
     routing = _routing.routing_of(
-        "dispatch",
+        op,
         num_tokens=tokens.shape[0],
         hidden=tokens.shape[1],
         top_k=expert_ids.shape[1],

@@ -91,6 +91,7 @@ def expert_parallel(
     chunk_size = -(-num_tokens // num_chunks)
     chunks = [
         _dispatch.prepared(
+            "expert_parallel",
             _chunk(tokens, i * chunk_size, chunk_size, 0),
             _chunk(expert_ids, i * chunk_size, chunk_size, -1),
             _chunk(weights, i * chunk_size, chunk_size, 0),

@@ -241,6 +241,11 @@ def test_a_timeout_must_be_positive(seconds):
         ({"expert_fn": lambda r, _: r > 0}, TypeError, "expert_fn: expected it to"),
         ({"expert_fn": lambda r, _: r[:3]}, ValueError, "hidden] for rows of shape"),
         ({"axis_name": "y"}, ValueError, "'y' is not an axis"),
+        ({"num_experts": E + 1}, ValueError, "num_experts: expected a multiple of"),
+        ({"recv_capacity": -1}, ValueError, "recv_capacity: expected an integer"),
+        ({"expert_capacity": 0}, ValueError, "expert_capacity: expected an integer"),
+        ({"schedule": "best"}, ValueError, "schedule: expected 'auto' or one of"),
+        ({"explain": 1}, TypeError, "explain: expected True or False"),
     ],
 )
 def test_expert_parallel_checks_its_arguments(change, error, part):
@@ -259,6 +264,7 @@ def test_expert_parallel_checks_its_arguments(change, error, part):
             jax.shard_map(run, mesh=make_mesh(), in_specs=P("x"), out_specs=P("x")),
             *args,
         )
+    assert str(caught.value).startswith("expert_parallel: ")
     assert part in str(caught.value)
 
 
