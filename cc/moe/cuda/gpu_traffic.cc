@@ -4,6 +4,7 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "moe/cuda/events.h"
 #include "transport/cuda/device_guard.h"
@@ -57,15 +58,38 @@ GpuTraffic& GpuTraffic::Process() {
 }
 
 GpuTraffic::Entry* GpuTraffic::Find(const Kind& kind) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto it = kinds_.find(kind); it != kinds_.end()) {
+      return it->second;
+    }
+  }
+  return Add(kind);
+}
+
+GpuTraffic::Entry* GpuTraffic::Add(const Kind& kind) {
+  Counted counted = {.op = kind.op,
+                     .schedule = kind.schedule,
+                     .num_ranks = kind.num_ranks,
+                     .paths = {}};
+  for (int from = 0; from < kind.num_ranks; ++from) {
+    for (int to = 0; to < kind.num_ranks; ++to) {
+      // A call of one rank has no pair, but is one.
+      const bool is_pair = from != to || kind.num_ranks == 1;
+      counted.paths.push_back(is_pair ? PathOf(kind, from, to) : "");
+    }
+  }
   const std::lock_guard lock(mutex_);
-  const auto [it, is_new] = entries_.try_emplace(kind);
+  const auto [it, is_new] = entries_.try_emplace(std::move(counted));
+  Entry* const entry = &it->second;
   if (is_new) {
     const int64_t wanted = int64_t{kind.num_ranks} * kind.num_ranks;
-    it->second.first =
+    entry->first =
         num_counters_ + wanted <= kNumTrafficCounters ? num_counters_ : -1;
-    if (it->second.first >= 0) num_counters_ += wanted;
+    if (entry->first >= 0) num_counters_ += wanted;
   }
-  return &it->second;
+  kinds_[kind] = entry;
+  return entry;
 }
 
 Tally GpuTraffic::TallyOf(int device, const Entry* entry) {
@@ -106,30 +130,30 @@ StatusOr<std::vector<Traffic>> GpuTraffic::Read() {
   TB_ASSIGN_OR_RETURN(const std::vector<int64_t> sum, Sum());
   std::map<std::tuple<std::string, Schedule, std::string, int>, Traffic> all;
   const std::lock_guard lock(mutex_);
-  for (const auto& [kind, entry] : entries_) {
+  for (const auto& [counted, entry] : entries_) {
     const int64_t num_calls = entry.num_calls - entry.num_calls_before;
     if (num_calls == 0) continue;
     if (entry.first < 0) {
-      return ResourceExhausted("exchanges of more kinds than can be counted");
+      return ResourceExhausted(
+          "exchanges differ in more ops, numbers of ranks and paths between "
+          "them than " +
+          std::to_string(kNumTrafficCounters) + " counters of bytes are for");
     }
     std::map<std::string, std::vector<int64_t>> by_path;
-    const int num_ranks = kind.num_ranks;
-    for (int from = 0; from < num_ranks; ++from) {
-      for (int to = 0; to < num_ranks; ++to) {
-        // A call of one rank has no pair, but is one.
-        if (from == to && num_ranks > 1) continue;
-        std::vector<int64_t>& bytes = by_path[PathOf(kind, from, to)];
-        bytes.resize(static_cast<size_t>(num_ranks) * num_ranks);
-        const int64_t at = entry.first + from * num_ranks + to;
-        bytes[from * num_ranks + to] =
-            sum[at] - (before_.empty() ? 0 : before_[at]);
-      }
+    const int num_ranks = counted.num_ranks;
+    for (size_t pair = 0; pair < counted.paths.size(); ++pair) {
+      if (counted.paths[pair].empty()) continue;
+      std::vector<int64_t>& bytes = by_path[counted.paths[pair]];
+      bytes.resize(counted.paths.size());
+      const size_t at = entry.first + pair;
+      bytes[pair] = sum[at] - (before_.empty() ? 0 : before_[at]);
     }
     for (const auto& [path, bytes] : by_path) {
-      Traffic& traffic = all[{OpName(kind.op), kind.schedule, path, num_ranks}];
+      Traffic& traffic =
+          all[{OpName(counted.op), counted.schedule, path, num_ranks}];
       if (traffic.bytes.empty()) {
-        traffic = {OpName(kind.op),
-                   kind.schedule,
+        traffic = {OpName(counted.op),
+                   counted.schedule,
                    path,
                    num_ranks,
                    0,
@@ -148,7 +172,8 @@ Status GpuTraffic::Reset() {
   TB_ASSIGN_OR_RETURN(std::vector<int64_t> sum, Sum());
   const std::lock_guard lock(mutex_);
   before_ = std::move(sum);
-  for (auto& [kind, entry] : entries_) entry.num_calls_before = entry.num_calls;
+  for (auto& [counted, entry] : entries_)
+    entry.num_calls_before = entry.num_calls;
   return OkStatus();
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -57,7 +58,8 @@ class GpuTraffic {
 
   /// Everything since the process began or the last `Reset`, one entry for each
   /// op, schedule, path and number of ranks. Blocks until the GPUs have done
-  /// what they were given; INTERNAL, with CUDA's words, if one cannot.
+  /// what they were given; INTERNAL, with CUDA's words, if one cannot;
+  /// RESOURCE_EXHAUSTED if there were not counters for all.
   StatusOr<std::vector<Traffic>> Read();
 
   /// Starts again from zero; blocks as `Read`.
@@ -66,6 +68,17 @@ class GpuTraffic {
  private:
   static constexpr int kMaxDevices = 64;
 
+  /// What kinds have counters in common: between the same ranks their bytes
+  /// take the same paths, whichever GPUs these are.
+  struct Counted {
+    Op op = Op::kDispatch;
+    Schedule schedule = Schedule::kDirect;
+    int num_ranks = 1;
+    std::vector<std::string> paths;  // [num_ranks, num_ranks]: from, to.
+
+    friend auto operator<=>(const Counted&, const Counted&) = default;
+  };
+
   struct Entry {
     int64_t first = 0;  // Its counters; -1: there were none left.
     std::atomic<int64_t> num_calls = 0;
@@ -73,6 +86,7 @@ class GpuTraffic {
   };
 
   Entry* Find(const Kind& kind);
+  Entry* Add(const Kind& kind);
   Tally TallyOf(int device, const Entry* entry);
   /// The counters of all GPUs together.
   StatusOr<std::vector<int64_t>> Sum();
@@ -80,7 +94,8 @@ class GpuTraffic {
   std::atomic<unsigned long long*> addresses_[kMaxDevices] = {};
   std::mutex mutex_;
   // All guarded by `mutex_`; entries stay where they are.
-  std::map<Kind, Entry> entries_;
+  std::map<Counted, Entry> entries_;
+  std::map<Kind, Entry*> kinds_;
   int64_t num_counters_ = 0;
   std::vector<int64_t> before_;  // The counters at the last reset.
 };

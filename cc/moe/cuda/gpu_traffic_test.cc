@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 
 #include "moe/cuda/exchange_ranks.h"
 #include "moe/cuda/packed_cases.h"
+#include "moe/cuda/packed_runs.h"
 
 // What exchanges count is what a slow look at their tables finds.
 
@@ -22,11 +24,12 @@ namespace {
 using testing::Case;
 using testing::CombineOf;
 using testing::DispatchOf;
+using testing::ExpectOk;
 using testing::How;
 using testing::HowName;
 using testing::IdsOf;
 using testing::kCases;
-using testing::MemoryOf;
+using testing::MemoryOfAll;
 using testing::RankMemory;
 using testing::Ranks;
 using testing::RunExchanges;
@@ -90,24 +93,13 @@ std::vector<Traffic> Read() {
   return traffic.ok() ? *traffic : std::vector<Traffic>();
 }
 
-class GpuTrafficTest : public ::testing::Test {
+class GpuTrafficTest : public testing::GpuTest {
  protected:
   void SetUp() override {
-    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+    testing::GpuTest::SetUp();
+    if (IsSkipped()) return;
     const Status status = GpuTraffic::Process().Reset();
     ASSERT_TRUE(status.ok()) << status;
-  }
-
-  static std::vector<RankMemory> Memory(const Case& one, const Ranks& ranks) {
-    std::vector<RankMemory> memory;
-    for (int r = 0; r < one.num_ranks; ++r) {
-      memory.push_back(MemoryOf(one, ranks, r, 0x5a));
-    }
-    return memory;
-  }
-
-  static void ExpectOk(const std::vector<Status>& said) {
-    for (const Status& status : said) EXPECT_TRUE(status.ok()) << status;
   }
 };
 
@@ -119,7 +111,7 @@ TEST_P(GpuTrafficCases, AreCountedByRanksAndPath) {
   const auto& [one, how] = GetParam();
   constexpr int kRounds = 2;
   Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
-  std::vector<RankMemory> memory = Memory(one, ranks);
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   for (int i = 0; i < kRounds; ++i) ExpectOk(RunExchanges(one, ranks, memory));
 
   const SlowCount count(one, memory);
@@ -172,7 +164,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_F(GpuTrafficTest, ARowACopyIsCountedACopy) {
   const Case one = {.name = "", .num_tokens = 300, .top_k = 4};
   Ranks ranks(WiringOf(one.num_ranks, How::kDirect), std::chrono::seconds(20));
-  std::vector<RankMemory> memory = Memory(one, ranks);
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   ExpectOk(ranks.Call([&](const Caller& caller) {
     RankMemory& own = memory[caller.rank];
     GpuDispatch call = DispatchOf(one, caller.rank, own);
@@ -192,14 +184,11 @@ TEST_F(GpuTrafficTest, BatchesAreOneCallAndRelaysASchedule) {
   Wiring wiring = WiringOf(one.num_ranks, How::kRing);
   wiring.has_relays = true;
   Ranks ranks(wiring, std::chrono::seconds(20));
-  std::vector<RankMemory> memory = Memory(one, ranks);
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   for (int batch = 0; batch < 3; ++batch) {
     ExpectOk(ranks.Call([&](Caller caller) {
       caller.batch = batch;
-      RankMemory& own = memory[caller.rank];
-      GpuDispatch call = DispatchOf(one, caller.rank, own);
-      call.scratch = ScratchFor(caller, call, own);
-      return RunDispatch(caller, call);
+      return testing::Dispatch(one, caller, memory[caller.rank]);
     }));
   }
   const std::vector<Traffic> traffic = Read();
@@ -212,10 +201,48 @@ TEST_F(GpuTrafficTest, BatchesAreOneCallAndRelaysASchedule) {
             Times(count.tokens, 3 * one.ShapeOf(0).row_bytes));
 }
 
+/// Calls of `num_kinds` groups of devices, or numbers of ranks.
+StatusOr<std::vector<Traffic>> ReadAfter(
+    int num_kinds, const std::function<GpuTraffic::Kind(int)>& kind_of) {
+  GpuTraffic traffic;
+  for (int i = 0; i < num_kinds; ++i) {
+    const Caller caller = {.op = "", .device = -1, .key = {}, .wiring = {}};
+    TB_RETURN_IF_ERROR(traffic.Count(caller, kind_of(i),
+                                     [](const Tally&) { return OkStatus(); }));
+  }
+  return traffic.Read();
+}
+
+TEST(GpuTraffic, GroupsOfGpusThatAreConnectedAlikeShareCounters) {
+  // Each by itself would have four.
+  constexpr int kGroups = kNumTrafficCounters / 4 + 1;
+  const auto traffic = ReadAfter(kGroups, [](int i) {
+    return GpuTraffic::Kind{.schedule = Schedule::kPacked,
+                            .means = GpuTraffic::Means::kRings,
+                            .num_ranks = 2,
+                            .devices = {i, i + 1}};
+  });
+  ASSERT_TRUE(traffic.ok()) << traffic.status();
+  ASSERT_EQ(traffic->size(), 1u);
+  EXPECT_EQ((*traffic)[0].num_calls, kGroups);
+  EXPECT_EQ((*traffic)[0].path, "host");
+}
+
+TEST(GpuTraffic, WithoutCountersForAllItSaysSo) {
+  // 1² + 2² + … + 46² are more than there are.
+  const auto traffic = ReadAfter(46, [](int i) {
+    return GpuTraffic::Kind{.num_ranks = i + 1, .devices = {}};
+  });
+  EXPECT_EQ(traffic.status().code(), StatusCode::kResourceExhausted);
+  EXPECT_NE(traffic.status().message().find("32768 counters"),
+            std::string::npos)
+      << traffic.status();
+}
+
 TEST_F(GpuTrafficTest, ARankAloneSendsNobodyAnything) {
   const Case one = {.name = "", .num_ranks = 1};
   Ranks ranks(WiringOf(1, How::kDirect), std::chrono::seconds(20));
-  std::vector<RankMemory> memory = Memory(one, ranks);
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   ExpectOk(RunExchanges(one, ranks, memory));
   const std::vector<Traffic> traffic = Read();
   ASSERT_EQ(traffic.size(), 4u);
