@@ -2,10 +2,13 @@
 #define TURBOBUS_MOE_CUDA_EXCHANGE_RANKS_H_
 
 #include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +28,13 @@ inline int NumGpus() {
   (void)cudaGetLastError();
   return count;
 }
+
+class GpuTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+  }
+};
 
 /// Where a rank is: on a GPU of its own if there are enough.
 inline int DeviceOf(int rank) { return rank % NumGpus(); }
@@ -60,6 +70,46 @@ inline cudaError_t Synchronize() {
   }
   return error;
 }
+
+/// Streams stand still at it until it is opened.
+class Gate {
+ public:
+  Gate() = default;
+  ~Gate() {
+    Open();
+    (void)Synchronize();
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+  void Block(cudaStream_t stream) {
+    (void)cudaLaunchHostFunc(
+        stream,
+        [](void* is_open) {
+          while (!*static_cast<std::atomic<bool>*>(is_open)) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+        },
+        &is_open_);
+  }
+  void Open() { is_open_ = true; }
+  /// Opens it as soon as `is_time`, or at the limit; returns which.
+  std::future<bool> OpenWhen(std::function<bool()> is_time,
+                             std::chrono::milliseconds limit) {
+    return std::async(std::launch::async, [this, is_time, limit] {
+      const auto end = std::chrono::steady_clock::now() + limit;
+      while (!is_time() && std::chrono::steady_clock::now() < end) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      const bool is_in_time = is_time();
+      Open();
+      return is_in_time;
+    });
+  }
+
+ private:
+  std::atomic<bool> is_open_ = false;
+};
 
 using Bytes = std::vector<uint8_t>;
 

@@ -124,12 +124,8 @@ void Delay(cudaStream_t stream) {
             cudaSuccess);
 }
 
-class GpuExchangeTest : public ::testing::Test {
+class GpuExchangeTest : public testing::GpuTest {
  protected:
-  void SetUp() override {
-    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
-  }
-
   /// The arrays of all ranks, each on its GPU.
   static std::vector<std::unique_ptr<OnGpu>> Arrays(
       const Case& c, const Ranks& ranks, const std::vector<Rank>& from) {

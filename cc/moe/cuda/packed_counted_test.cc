@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -31,7 +31,7 @@ using testing::ExpectOk;
 using testing::ExpectSame;
 using testing::How;
 using testing::kCases;
-using testing::MemoryOf;
+using testing::MemoryOfAll;
 using testing::OnRanks;
 using testing::RankMemory;
 using testing::Ranks;
@@ -50,21 +50,15 @@ const Case kOne = {.name = "",
                    .num_experts = 6,
                    .hidden = 128};
 
-class PackedCounted : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
-  }
-};
+using PackedCounted = testing::GpuTest;
 
 /// Ranks that have dispatched `kOne`, and may combine.
 struct Dispatched {
   Ranks ranks{WiringOf(kOne.num_ranks, How::kRing), std::chrono::seconds(20)};
-  std::vector<RankMemory> memory;
+  std::vector<RankMemory> memory = MemoryOfAll(kOne, ranks);
 
   Dispatched() {
     for (int r = 0; r < kOne.num_ranks; ++r) {
-      memory.push_back(MemoryOf(kOne, ranks, r, 0x5a));
       // Allocating would wait for the GPU.
       const Caller caller = ranks.CallerOf(r, 0);
       ScratchFor(caller, DispatchOf(kOne, r, memory[r]), memory[r]);
@@ -101,35 +95,19 @@ struct Dispatched {
   /// Calls while every rank's GPU is busy; whether all had enqueued the call
   /// before their GPU was free.
   bool IsAhead(const std::function<Status(Caller)>& call) {
-    std::atomic<bool> is_free = false;
     std::atomic<int> num_enqueued = 0;
-    bool is_ahead = false;
-    std::thread frees([&] {
-      const auto limit =
-          std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
-      while (num_enqueued < kOne.num_ranks &&
-             std::chrono::steady_clock::now() < limit) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-      is_ahead = num_enqueued == kOne.num_ranks;
-      is_free = true;
-    });
+    testing::Gate gate;
+    std::future<bool> is_ahead =
+        gate.OpenWhen([&] { return num_enqueued == kOne.num_ranks; },
+                      std::chrono::milliseconds(500));
     const auto said = ranks.Call([&](const Caller& caller) {
-      (void)cudaLaunchHostFunc(
-          caller.stream,
-          [](void* flag) {
-            while (!*static_cast<std::atomic<bool>*>(flag)) {
-              std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            }
-          },
-          &is_free);
+      gate.Block(caller.stream);
       const Status status = call(caller);
       ++num_enqueued;
       return status;
     });
-    frees.join();
     ExpectOk(said);
-    return is_ahead;
+    return is_ahead.get();
   }
 
   bool CombinesAhead(int64_t run_id, bool is_counted) {
@@ -200,10 +178,7 @@ TEST_P(PackedCountedCases, DispatchTheSameWhenTheyWereCountedEarly) {
   const Case& one = GetParam();
   for (const How how : {How::kRing, How::kBroadcast, How::kMail}) {
     Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
-    std::vector<RankMemory> memory;
-    for (int r = 0; r < one.num_ranks; ++r) {
-      memory.push_back(MemoryOf(one, ranks, r, 0x5a));
-    }
+    std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
     const auto early = CountEarly(one, ranks, memory);
     ExpectOk(ranks.Call([&](const Caller& caller) {
       RankMemory& own = memory[caller.rank];

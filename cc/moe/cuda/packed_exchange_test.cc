@@ -38,6 +38,7 @@ using testing::HowName;
 using testing::IdsOf;
 using testing::kCases;
 using testing::MemoryOf;
+using testing::MemoryOfAll;
 using testing::OnRanks;
 using testing::RankMemory;
 using testing::Ranks;
@@ -53,12 +54,7 @@ using testing::WiringOf;
 [[maybe_unused]] const int kApart =
     setenv("JAX_TURBOBUS_PEER_ACCESS", "0", /*overwrite=*/1);
 
-class PackedExchange : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
-  }
-};
+using PackedExchange = testing::GpuTest;
 
 class PackedEqualsDirect
     : public PackedExchange,
@@ -143,10 +139,7 @@ TEST_F(PackedExchange, StepsOfALoopDoNotTakeEachOthersTotals) {
   const Results want = RunAll(second, How::kDirect, 0xa5);
   for (const How how : {How::kRing, How::kBroadcast}) {
     Ranks ranks(WiringOf(first.num_ranks, how), std::chrono::seconds(20));
-    std::vector<RankMemory> memory;
-    for (int r = 0; r < first.num_ranks; ++r) {
-      memory.push_back(MemoryOf(first, ranks, r, 0x5a));
-    }
+    std::vector<RankMemory> memory = MemoryOfAll(first, ranks);
     ExpectOk(testing::RunExchanges(first, ranks, memory, /*is_counted=*/true));
     for (int r = 0; r < first.num_ranks; ++r) {
       (void)cudaSetDevice(ranks.devices()[r]);
@@ -275,17 +268,11 @@ TEST_F(PackedExchange, ARankThatDoesNotComeIsNamedByAllInTime) {
   const Case one = {.name = "", .num_ranks = 3, .num_experts = 6};
   for (const How how : {How::kMail, How::kRing, How::kBroadcast}) {
     Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::milliseconds(300));
-    std::vector<RankMemory> memory;
-    for (int r = 0; r < one.num_ranks; ++r) {
-      memory.push_back(MemoryOf(one, ranks, r, 0x5a));
-    }
+    std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
     const auto start = std::chrono::steady_clock::now();
     const std::vector<Status> said = ranks.Call([&](const Caller& caller) {
       if (caller.rank == 1) return OkStatus();
-      RankMemory& own = memory[caller.rank];
-      GpuDispatch call = DispatchOf(one, caller.rank, own);
-      call.scratch = ScratchFor(caller, call, own);
-      return RunDispatch(caller, call);
+      return testing::Dispatch(one, caller, memory[caller.rank]);
     });
     EXPECT_LT(std::chrono::steady_clock::now() - start,
               std::chrono::seconds(5));
@@ -301,15 +288,9 @@ TEST_F(PackedExchange, AGpuThatDoesNotGetToItFailsAllRanksInTime) {
   const Case one = {.name = ""};
   Ranks ranks(WiringOf(one.num_ranks, How::kRing),
               std::chrono::milliseconds(300));
-  std::vector<RankMemory> memory;
-  for (int r = 0; r < one.num_ranks; ++r) {
-    memory.push_back(MemoryOf(one, ranks, r, 0x5a));
-  }
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   const auto dispatch = [&](const Caller& caller) {
-    RankMemory& own = memory[caller.rank];
-    GpuDispatch call = DispatchOf(one, caller.rank, own);
-    call.scratch = ScratchFor(caller, call, own);
-    return RunDispatch(caller, call);
+    return testing::Dispatch(one, caller, memory[caller.rank]);
   };
   const std::vector<Status> said = ranks.Call([&](const Caller& caller) {
     if (caller.rank == 0) {

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <future>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "moe/cuda/packed_exchange.h"
@@ -21,7 +21,7 @@ using testing::Case;
 using testing::DispatchOf;
 using testing::ExpectOk;
 using testing::How;
-using testing::MemoryOf;
+using testing::MemoryOfAll;
 using testing::RankMemory;
 using testing::Ranks;
 using testing::ScratchFor;
@@ -33,18 +33,18 @@ using testing::WiringOf;
 [[maybe_unused]] const int kApart =
     setenv("JAX_TURBOBUS_PEER_ACCESS", "0", /*overwrite=*/1);
 
+using PackedFailed = testing::GpuTest;
+
 /// A rank fails when everything is enqueued, and only the last meeting is
 /// missing: its program ends, and its memory is another's, into which what
 /// peers push must not come any more.
-TEST(PackedFailed, ABroadcastWritesNothingBehindItsProgramsBack) {
-  if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
+TEST_F(PackedFailed, ABroadcastWritesNothingBehindItsProgramsBack) {
   constexpr uint8_t kOthers = 0xee;
   const Case one = {.name = "", .num_tokens = 20000, .hidden = 512};
   Ranks ranks(WiringOf(one.num_ranks, How::kBroadcast),
               std::chrono::seconds(5));
-  std::vector<RankMemory> memory;
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks);
   for (int r = 0; r < one.num_ranks; ++r) {
-    memory.push_back(MemoryOf(one, ranks, r, 0x5a));
     ScratchFor(ranks.CallerOf(r, 0), DispatchOf(one, r, memory[r]), memory[r]);
   }
   const auto dispatch = [&](const Caller& caller) {
@@ -56,26 +56,12 @@ TEST(PackedFailed, ABroadcastWritesNothingBehindItsProgramsBack) {
   // Once to warm up: CUDA waits for the GPU when it loads a kernel.
   ExpectOk(ranks.Call(dispatch));
 
-  std::atomic<bool> is_free = false;
   std::atomic<int> num_back = 0;
-  std::thread frees([&] {
-    const auto limit =
-        std::chrono::steady_clock::now() + std::chrono::seconds(2);
-    while (num_back < one.num_ranks &&
-           std::chrono::steady_clock::now() < limit) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    is_free = true;
-  });
+  testing::Gate gate;
+  const std::future<bool> opened = gate.OpenWhen(
+      [&] { return num_back == one.num_ranks; }, std::chrono::seconds(2));
   const std::vector<Status> said = ranks.Call([&](Caller caller) {
-    (void)cudaLaunchHostFunc(
-        caller.stream,
-        [](void* flag) {
-          while (!*static_cast<std::atomic<bool>*>(flag)) {
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-          }
-        },
-        &is_free);
+    gate.Block(caller.stream);
     int num_meetings = 0;
     caller.on_step = [&](const char* step) {
       if (caller.rank != 1 || step != std::string("enqueued")) return;
@@ -91,7 +77,7 @@ TEST(PackedFailed, ABroadcastWritesNothingBehindItsProgramsBack) {
     ++num_back;
     return status;
   });
-  frees.join();
+  opened.wait();
   for (int r = 0; r < one.num_ranks; ++r) {
     EXPECT_EQ(said[r].code(), StatusCode::kInternal) << said[r];
     const testing::DeviceBytes& scratch = memory[r].scratch[0];

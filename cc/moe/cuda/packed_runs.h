@@ -23,6 +23,22 @@ inline void ExpectOk(const std::vector<Status>& said) {
   for (const Status& status : said) EXPECT_TRUE(status.ok()) << status;
 }
 
+inline std::vector<RankMemory> MemoryOfAll(const Case& one, const Ranks& ranks,
+                                           int fill = 0x5a) {
+  std::vector<RankMemory> memory;
+  for (int r = 0; r < one.num_ranks; ++r) {
+    memory.push_back(MemoryOf(one, ranks, r, fill));
+  }
+  return memory;
+}
+
+/// A rank's dispatch, in scratch of its own.
+inline Status Dispatch(const Case& one, const Caller& caller, RankMemory& own) {
+  GpuDispatch call = DispatchOf(one, caller.rank, own);
+  call.scratch = ScratchFor(caller, call, own);
+  return RunDispatch(caller, call);
+}
+
 inline Results ResultsOf(const Case& one,
                          const std::vector<RankMemory>& memory) {
   Results results;
@@ -49,10 +65,7 @@ inline Results ResultsOf(const Case& one,
 inline Results RunAll(const Case& one, How how, int fill,
                       bool is_counted = false) {
   Ranks ranks(WiringOf(one.num_ranks, how), std::chrono::seconds(20));
-  std::vector<RankMemory> memory;
-  for (int r = 0; r < one.num_ranks; ++r) {
-    memory.push_back(MemoryOf(one, ranks, r, fill));
-  }
+  std::vector<RankMemory> memory = MemoryOfAll(one, ranks, fill);
   ExpectOk(RunExchanges(one, ranks, memory, is_counted));
   return ResultsOf(one, memory);
 }

@@ -38,12 +38,7 @@ TEST(RingSize, IsNotMeasuredToBeImpossible) {
   EXPECT_EQ(RingSize::FromEnvironment()->num_slots, RingSize().num_slots);
 }
 
-class TimeWaysOnGpus : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (testing::NumGpus() == 0) GTEST_SKIP() << "there is no GPU";
-  }
-};
+using TimeWaysOnGpus = testing::GpuTest;
 
 // Two ranks, on a GPU each or both on one.
 TEST_F(TimeWaysOnGpus, BothWaysAtOnce) {
