@@ -2,9 +2,17 @@
 
 import numbers
 import os
+import re
 from typing import Any, overload
 
-__all__ = ["PREFIX", "as_flag", "check_seconds", "exchange_timeout", "flag"]
+__all__ = [
+    "PREFIX",
+    "as_flag",
+    "as_trace",
+    "check_seconds",
+    "exchange_timeout",
+    "flag",
+]
 
 PREFIX = "JAX_TURBOBUS_"
 _ON = ("1", "true", "yes", "on")
@@ -17,6 +25,26 @@ def as_flag(text: str) -> bool | None:
     """Returns what a word says of a switch; None: it is no such word."""
     word = text.strip().lower()
     return True if word in _ON else False if word in _OFF else None
+
+
+def as_trace(name: str, text: str) -> bool | str:
+    """Returns what a text says of a trace: on, off, or the path of a file.
+
+    A path has a folder or an ending. Any other word or number is more likely a
+    mistake than the name of a file.
+
+    Raises:
+      ValueError: it is none of them; the message calls it `name`.
+    """
+    is_on = as_flag(text)
+    if is_on is not None:
+        return is_on
+    if os.path.dirname(text) or re.search(r"\.[A-Za-z]\w*$", text):
+        return text
+    raise ValueError(
+        f"{name}: expected 1 or 0, or the path of a file that has a folder or an ending"
+        f" (./name, name.json), got {text!r}"
+    )
 
 
 @overload

@@ -200,8 +200,8 @@ def _with_engine(
     if mode not in get_args(Mode):
         raise ValueError(f"mode: expected 'free-running' or 'lock-step', got {mode!r}")
     trace = _first(trace, _from_environment("TRACE"), False)
-    if isinstance(trace, str) and (flag := _environment.as_flag(trace)) is not None:
-        trace = flag
+    if isinstance(trace, str):
+        trace = _environment.as_trace("trace", trace)
     trace_path = None
     if isinstance(trace, str | os.PathLike):
         trace_path = _writable_path(trace)
@@ -262,6 +262,7 @@ def resolve(*, enabled: bool = True, **arguments: Any) -> Config:
         flag = enabled if name == "enabled" else arguments[name]
         if flag is not None and not isinstance(flag, bool):
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
+    _environment.flag("TOP")  # The core reads it: only whether it is one.
     if not enabled or _environment.flag("DISABLE"):
         return Config()
     try:

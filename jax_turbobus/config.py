@@ -10,8 +10,9 @@ the topology has no GPU for.
 Environment variables stand in for arguments that are not given:
 ``JAX_TURBOBUS_TOPOLOGY``, ``JAX_TURBOBUS_EMULATE``, ``JAX_TURBOBUS_POOLED``,
 ``JAX_TURBOBUS_MODE``, ``JAX_TURBOBUS_BLOCK_BYTES``, ``JAX_TURBOBUS_CHUNK_BYTES``,
-``JAX_TURBOBUS_RATE_SCALE`` and ``JAX_TURBOBUS_TRACE`` (a file that is written when
-the engine is taken out or the process ends, or 1). If any of the first two or the
+``JAX_TURBOBUS_RATE_SCALE`` and ``JAX_TURBOBUS_TRACE`` (1, or a file with a folder or
+an ending in its name, which is written when the engine is taken out or the process
+ends). If any of the first two or the
 last is set, the first transfer of the process configures it so.
 ``JAX_TURBOBUS_DISABLE=1`` overrides everything: no engine. ``JAX_TURBOBUS_TOP=0``
 keeps what is moved from `python -m jax_turbobus top`.
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_turbobus import _ffi
+from jax_turbobus import _environment, _ffi
 from jax_turbobus._settings import NOT_GIVEN, Config, Mode, is_in_environment, resolve
 from jax_turbobus.topology import Topology
 
@@ -169,7 +170,7 @@ def configure(
         1e9, and such that every rate stays between 1 and 1e15 bytes per second.
       trace: whether `trace` records blocks: True, how many, or the path of a file
         that is written (over what is there) when the engine is taken out or the
-        process ends.
+        process ends; as a string, one with a folder or an ending (``./name``).
       enabled: False takes the engine out: transfers are plain copies again.
 
     Returns:
@@ -264,6 +265,7 @@ def apply_environment() -> None:
     if _state.now.is_decided:
         return
     # A mistake in the environment is an error of every call, not of the first.
+    _environment.flag("TOP")
     is_asked = is_in_environment()
     new = _make(**NOT_GIVEN) if is_asked else _InPlace(is_decided=True)
     with _state.lock:

@@ -280,6 +280,8 @@ def start(library: ModuleType) -> None:
     global _engine
     if _engine is not None:
         return
+    for name in ("PEER_ACCESS", "TOP"):  # The library reads them.
+        _environment.flag(name)
     remarks: list[str] = []
     gpus = library.gpus()
     uuids = [gpu["uuid"] for gpu in gpus]
@@ -348,5 +350,7 @@ def _settings(profile: _profile_file.Profile | None) -> dict[str, Any]:
         settings["block_bytes"] = int(block_bytes)
     # On CPU devices it may be a file's name.
     trace = os.environ.get("JAX_TURBOBUS_TRACE", "").strip()
-    settings["is_traced"] = bool(trace) and _environment.as_flag(trace) is not False
+    settings["is_traced"] = bool(
+        trace and _environment.as_trace("JAX_TURBOBUS_TRACE", trace)
+    )
     return settings

@@ -1,9 +1,30 @@
 #include "base/environment.h"
 
+#include <algorithm>
+#include <array>
 #include <cctype>
 #include <cstdlib>
+#include <string_view>
 
 namespace turbobus {
+namespace {
+
+using Words = std::array<std::string_view, 4>;
+constexpr Words kOn = {"1", "true", "yes", "on"};
+constexpr Words kOff = {"0", "false", "no", "off"};
+
+bool IsOneOf(const Words& words, std::string_view text) {
+  return std::ranges::find(words, text) != words.end();
+}
+
+std::string Lower(std::string text) {
+  for (char& c : text) {
+    c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  }
+  return text;
+}
+
+}  // namespace
 
 std::string EnvironmentText(const char* variable) {
   const char* const value = std::getenv(variable);
@@ -15,11 +36,17 @@ std::string EnvironmentText(const char* variable) {
 }
 
 bool IsSwitchedOff(const char* variable) {
-  std::string text = EnvironmentText(variable);
-  for (char& c : text) {
-    c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return IsOneOf(kOff, Lower(EnvironmentText(variable)));
+}
+
+Status CheckSwitch(const char* variable) {
+  const std::string text = EnvironmentText(variable);
+  const std::string word = Lower(text);
+  if (text.empty() || IsOneOf(kOn, word) || IsOneOf(kOff, word)) {
+    return OkStatus();
   }
-  return text == "0" || text == "false" || text == "no" || text == "off";
+  return InvalidArgument(std::string(variable) + ": expected 1 or 0, got '" +
+                         text + "'");
 }
 
 }  // namespace turbobus

@@ -35,5 +35,22 @@ TEST(EnvironmentTest, OffIsWhatPythonTakesForOff) {
   unsetenv(kVariable);
 }
 
+TEST(EnvironmentTest, WordsThatAreNoSwitchAreRefusedByName) {
+  unsetenv(kVariable);
+  EXPECT_EQ(CheckSwitch(kVariable), OkStatus());
+  for (const char* const word :
+       {"", " ", "1", " On ", "TRUE", "yes", "0", "no", "False", "off\n"}) {
+    setenv(kVariable, word, 1);
+    EXPECT_EQ(CheckSwitch(kVariable), OkStatus()) << word;
+  }
+  for (const char* const word : {"2", "none", "-1", "00", "offf"}) {
+    setenv(kVariable, word, 1);
+    EXPECT_EQ(CheckSwitch(kVariable),
+              InvalidArgument(std::string(kVariable) +
+                              ": expected 1 or 0, got '" + word + "'"));
+  }
+  unsetenv(kVariable);
+}
+
 }  // namespace
 }  // namespace turbobus

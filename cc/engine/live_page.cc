@@ -77,6 +77,7 @@ StatusOr<std::unique_ptr<LivePage>> LivePage::Create(
   static_assert(sizeof(Header) == 128 && sizeof(Counters) == 128);
   static_assert(std::atomic<int64_t>::is_always_lock_free);
   static_assert(std::endian::native == std::endian::little);
+  TB_RETURN_IF_ERROR(CheckSwitch("JAX_TURBOBUS_TOP"));
   if (IsSwitchedOff("JAX_TURBOBUS_TOP")) {
     return FailedPrecondition("JAX_TURBOBUS_TOP=0 says not to");
   }

@@ -49,8 +49,9 @@ class LivePage {
   };
   static constexpr size_t kMaxRows = 16384;
 
-  /// FAILED_PRECONDITION if JAX_TURBOBUS_TOP=0; else UNAVAILABLE, with the
-  /// file, if it cannot be made. Transfers do without.
+  /// FAILED_PRECONDITION if JAX_TURBOBUS_TOP=0, INVALID_ARGUMENT if it is no
+  /// switch; else UNAVAILABLE, with the file, if it cannot be made. Transfers
+  /// do without.
   static StatusOr<std::unique_ptr<LivePage>> Create(
       Kind kind, const std::vector<Row>& rows);
   ~LivePage();

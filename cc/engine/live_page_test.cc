@@ -152,6 +152,9 @@ TEST_F(LivePageTest, WhereItCannotBeMadeItSaysWhy) {
   setenv("JAX_TURBOBUS_TOP", "0", 1);
   EXPECT_EQ(LivePage::Create(LivePage::Kind::kHost, {}).status().code(),
             StatusCode::kFailedPrecondition);
+  setenv("JAX_TURBOBUS_TOP", "maybe", 1);
+  EXPECT_EQ(LivePage::Create(LivePage::Kind::kHost, {}).status(),
+            InvalidArgument("JAX_TURBOBUS_TOP: expected 1 or 0, got 'maybe'"));
   EXPECT_TRUE(Files().empty());
   unsetenv("JAX_TURBOBUS_TOP");
   setenv("JAX_TURBOBUS_LOCK_DIR", "/proc", 1);  // for root, too

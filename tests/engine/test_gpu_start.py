@@ -42,6 +42,17 @@ def test_every_gpu_has_its_own_link_and_the_neighbours(library):
     assert any("NVML shows" in remark for remark in gpu.engine().remarks)
 
 
+@pytest.mark.parametrize("switch", ["PEER_ACCESS", "TOP"])
+def test_what_the_library_reads_is_checked_at_every_start(library, monkeypatch, switch):
+    monkeypatch.setenv(f"JAX_TURBOBUS_{switch}", "none")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{switch}: expected 1 or 0, got 'none'"):
+            gpu.start(library)
+    assert not hasattr(library, "started")
+    monkeypatch.setenv(f"JAX_TURBOBUS_{switch}", " Off ")
+    gpu.start(library)
+
+
 def test_disabled_has_own_links_only(library, monkeypatch):
     monkeypatch.setenv("JAX_TURBOBUS_DISABLE", "1")
     gpu.start(library)

@@ -1,5 +1,7 @@
 """What `configure` refuses, from arguments and from the environment."""
 
+import os
+
 import pytest
 
 import jax_turbobus
@@ -30,6 +32,8 @@ from jax_turbobus import _environment, config, gpu
         ({"trace": "/nowhere/at/all.json"}, "trace: expected .* got '/nowhere/at"),
         ({"trace": "/"}, "trace: expected"),
         ({"trace": "\0"}, "trace: expected"),
+        ({"trace": "yess"}, "trace: expected 1 or 0, or the path .* got 'yess'"),
+        ({"trace": ""}, "trace: expected"),
     ],
 )
 def test_bad_arguments_name_themselves_and_change_nothing(arguments, message):
@@ -49,6 +53,11 @@ def test_words_are_no_flags(name):
     ("variable", "value", "message"),
     [
         ("EMULATE", "perhaps", "JAX_TURBOBUS_EMULATE: expected 1 or 0"),
+        ("TOP", "perhaps", "JAX_TURBOBUS_TOP: expected 1 or 0, got 'perhaps'"),
+        ("TRACE", "2", "trace: .* got '2' .* says JAX_TURBOBUS_TRACE='2'"),
+        ("TRACE", "nan", "trace: .* path .* got 'nan'"),
+        ("TRACE", "-1", "trace: .* path .* got '-1'"),
+        ("TRACE", "0.5", "trace: .* path .* got '0.5'"),
         ("BLOCK_BYTES", "16M", "JAX_TURBOBUS_BLOCK_BYTES: expected a whole number"),
         ("RATE_SCALE", "x", "JAX_TURBOBUS_RATE_SCALE: expected a number"),
         ("TOPOLOGY", "nowhere", "topology: expected one of"),
@@ -61,6 +70,14 @@ def test_a_wrong_variable_names_itself(monkeypatch, variable, value, message):
     monkeypatch.setenv(f"JAX_TURBOBUS_{variable}", value)
     with pytest.raises(ValueError, match=message):
         jax_turbobus.configure()
+
+
+def test_a_wrong_switch_is_an_error_of_every_call_without_configure(monkeypatch):
+    monkeypatch.setattr(config._state, "now", config._InPlace())
+    monkeypatch.setenv("JAX_TURBOBUS_TOP", "perhaps")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="JAX_TURBOBUS_TOP: expected 1 or 0"):
+            config.apply_environment()
 
 
 def test_the_largest_rate_scale_named_is_one_that_fits():
@@ -86,6 +103,25 @@ def test_cpu_devices_and_gpus_read_a_switch_alike(monkeypatch, text, value):
 def test_gpus_are_traced_by_switch_or_by_file(monkeypatch, text, is_traced):
     monkeypatch.setenv("JAX_TURBOBUS_TRACE", text)
     assert gpu._settings(None)["is_traced"] is is_traced
+
+
+@pytest.mark.parametrize("text", ["2", "nan", "-1", "yess"])
+def test_gpus_are_not_traced_by_a_word(monkeypatch, text):
+    monkeypatch.setenv("JAX_TURBOBUS_TRACE", text)
+    with pytest.raises(ValueError, match=f"^JAX_TURBOBUS_TRACE: .* got '{text}'"):
+        gpu._settings(None)
+
+
+@pytest.mark.parametrize("name", ["./2", "blocks.json", "of.2026/blocks"])
+def test_a_trace_with_a_folder_or_an_ending_is_a_file(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of.2026").mkdir()
+    monkeypatch.setenv("JAX_TURBOBUS_TRACE", name)
+    path = jax_turbobus.configure(topology="2xh200").trace_path
+    assert path == os.path.abspath(name)
+    monkeypatch.delenv("JAX_TURBOBUS_TRACE")
+    jax_turbobus.configure(enabled=False)
+    assert (tmp_path / name).is_file()
 
 
 def test_gpus_read_numbers_and_words_with_space_around_them(monkeypatch):

@@ -199,6 +199,10 @@ def test_the_switch_and_a_folder_that_cannot_be(monkeypatch, tmp_path, folder, o
         [check] = doctor._live_counters()
         assert check.status == "note"
         assert "JAX_TURBOBUS_TOP" in check.text
+    monkeypatch.setenv("JAX_TURBOBUS_TOP", "maybe")
+    [check] = doctor._live_counters()
+    assert check.status == "note"
+    assert "JAX_TURBOBUS_TOP: expected 1 or 0, got 'maybe'" in check.text
     monkeypatch.delenv("JAX_TURBOBUS_TOP")
     monkeypatch.setenv("JAX_TURBOBUS_LOCK_DIR", str(tmp_path / "none"))
     with jax_turbobus.configured(topology="2xh200"):

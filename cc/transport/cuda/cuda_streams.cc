@@ -38,6 +38,7 @@ std::string Uuid(const cudaUUID_t& uuid) {
 }  // namespace
 
 StatusOr<std::unique_ptr<CudaStreams>> CudaStreams::Create() {
+  TB_RETURN_IF_ERROR(CheckSwitch("JAX_TURBOBUS_PEER_ACCESS"));
   const DeviceGuard guard;
   int num_gpus = 0;
   TB_CUDA_RETURN_IF_ERROR(cudaGetDeviceCount(&num_gpus));

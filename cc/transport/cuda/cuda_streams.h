@@ -40,7 +40,8 @@ struct GpuInfo {
 /// current device: callers that mind hold a `DeviceGuard`.
 class CudaStreams : public Streams {
  public:
-  /// UNAVAILABLE if there is no driver or no GPU.
+  /// UNAVAILABLE if there is no driver or no GPU; INVALID_ARGUMENT if
+  /// JAX_TURBOBUS_PEER_ACCESS is no switch.
   static StatusOr<std::unique_ptr<CudaStreams>> Create();
   ~CudaStreams() override;
 
