@@ -39,6 +39,8 @@ def gpu():
 
 
 @pytest.fixture(autouse=True)
-def _no_leftovers():
-    yield
+def _on_gpu():
+    """What is put nowhere is on the first GPU, as in a program of its own."""
+    with jax.default_device(gpus()[0] if gpus() else None):
+        yield
     jax.clear_caches()

@@ -53,17 +53,25 @@ def assert_same_bytes(a, b):
     assert equal
 
 
+def environment(**changes):
+    """The environment of a process that has the GPUs as its devices."""
+    kept = dict(os.environ)
+    if PLATFORM == "cuda":
+        kept.pop("JAX_PLATFORMS", None)  # ours puts CPU devices first
+    return {
+        **kept,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_TURBOBUS_LOCK_DIR": tempfile.mkdtemp(prefix="turbobus-locks-"),
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        **changes,
+    }
+
+
 def run_python(code, timeout_s=120, **environ):
     """Runs code in a process of its own; returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_TURBOBUS_LOCK_DIR": tempfile.mkdtemp(prefix="turbobus-locks-"),
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
-            **environ,
-        },
+        env=environment(**environ),
         capture_output=True,
         text=True,
         timeout=timeout_s,

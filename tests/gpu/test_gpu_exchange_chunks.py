@@ -26,7 +26,7 @@ def on_mesh(layer, num_args):
 def gradients(num_chunks):
     def layer(tokens, ids, weights, params):
         return moe.expert_parallel(
-            lambda rows, _: jnp.tanh(jnp.einsum("ech,eho->eco", rows, params)),
+            lambda rows, _: rows * params[:, None],
             tokens,
             ids,
             weights,
@@ -46,12 +46,13 @@ def gradients(num_chunks):
 def test_gradients_of_chunks_are_those_of_the_whole(monkeypatch, reason):
     # The program of GPUs that do not reach each other counts its chunks early.
     monkeypatch.setattr(_devices, "why_through_host", lambda ctx: reason)
-    keys = jax.random.split(jax.random.key(0), 4)
+    rng = np.random.default_rng(0)
+    # Small integers: sums are exact in any order.
     args = (
-        jax.random.normal(keys[0], (T, H)),
-        jax.random.randint(keys[1], (T, K), 0, E),
-        jax.random.uniform(keys[2], (T, K)),
-        jax.random.normal(keys[3], (E, H, H)) / 16,
+        rng.integers(-2, 3, (T, H)).astype(np.float32),
+        rng.integers(0, E, (T, K)).astype(np.int32),
+        rng.integers(-2, 3, (T, K)).astype(np.float32),
+        rng.integers(-2, 3, (E, H)).astype(np.float32),
     )
     in_chunks = gradients(3)
     text = in_chunks.lower(*args).as_text()
@@ -59,7 +60,7 @@ def test_gradients_of_chunks_are_those_of_the_whole(monkeypatch, reason):
     results = jax.tree.leaves(in_chunks(*args))
     expected = jax.tree.leaves(gradients(1)(*args))
     for got, want in zip(results, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.skipif(PLATFORM != "cuda", reason="on CPU devices nothing is beside")

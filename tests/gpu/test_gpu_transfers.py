@@ -404,8 +404,23 @@ def test_a_transfer_that_xla_copied_is_an_error_with_a_name(gpu):
 
 
 def test_lowered_calls_run_under_other_flags(gpu):
-    x = random(9 * MIB, np.uint8)
-    f = jax.jit(tb.to_device).lower(on_host(x, gpu))
-    for options in ({}, {"xla_gpu_enable_command_buffer": ""}):
+    """Also amid operations that XLA puts into command buffers."""
+    x = random((9 * MIB // 4,), np.int32)
+
+    def program(h, a):
+        for _ in range(6):
+            a = jnp.sin(a @ a)
+        y = tb.to_device(h) + 1
+        for _ in range(6):
+            a = jnp.cos(a @ a)
+        return y, a
+
+    a = on_device(np.eye(256, dtype=np.float32), gpu)
+    f = jax.jit(program).lower(on_host(x, gpu), a)
+    flag = "xla_gpu_graph_min_graph_size"
+    for options in ({}, {flag: "1"}, {"xla_gpu_enable_command_buffer": ""}):
         compiled = f.compile(compiler_options=options if PLATFORM == "cuda" else {})
-        assert_same_bytes(compiled(on_host(x, gpu)), x)
+        for _ in range(3):
+            y, same = compiled(on_host(x, gpu), a)
+            assert_same_bytes(y, x + 1)
+    assert np.isfinite(same).all()

@@ -1,17 +1,28 @@
-"""Meshes, routings, and the layer and the dispatch that most exchange tests run."""
+"""Meshes, routings, and the layer and the dispatch that most exchange tests run.
+
+`tests/gpu/test_gpu_reports.py` runs some of them on GPUs, by the environment.
+"""
+
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import moe
 
+PLATFORM = os.environ.get("TURBOBUS_MOE_PLATFORM", "cpu")
+NUM_RANKS = int(os.environ.get("TURBOBUS_MOE_RANKS", "4"))
 
-def make_mesh(sizes=(4,), names=("x",), *, is_reversed=False):
+
+def make_mesh(sizes=(NUM_RANKS,), names=("x",), *, is_reversed=False):
     count = int(np.prod(sizes))
-    devices = np.array(jax.devices()[:count])
+    devices = np.array(jax.devices(PLATFORM)[:count])
+    if len(devices) < count:
+        pytest.skip(f"needs {count} devices, there are {len(devices)}")
     if is_reversed:
         devices = devices[::-1]
     return Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes))

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from moe_mesh import (
+    NUM_RANKS,
     expert_of_rows,
     integers,
     make_mesh,
@@ -22,7 +23,7 @@ from moe_reference import dense
 
 from jax_turbobus import moe
 
-R, H = 4, 160
+R, H = NUM_RANKS, 160
 
 
 def test_c23_weights_are_applied_once():
@@ -45,9 +46,7 @@ def test_c24_one_rank_gives_what_any_number_gives():
     )
     assert got.shape == (24, H)
     np.testing.assert_array_equal(got, dense(tokens, ids, weights, scale))
-    got = jax.jit(on_mesh(scaling_layer(4), make_mesh((4,))))(
-        tokens, ids, weights, scale
-    )
+    got = jax.jit(on_mesh(scaling_layer(4), make_mesh()))(tokens, ids, weights, scale)
     np.testing.assert_array_equal(got, dense(tokens, ids, weights, scale))
 
 

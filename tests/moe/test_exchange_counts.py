@@ -10,6 +10,7 @@ import moe_reference as ref
 import numpy as np
 import pytest
 from moe_mesh import (
+    NUM_RANKS,
     expert_of_rows,
     integers,
     make_mesh,
@@ -22,7 +23,8 @@ from moe_reference import dense
 
 from jax_turbobus import moe
 
-R, H = 4, 160
+R, H = NUM_RANKS, 160
+LOCAL = 8 // R  # experts on a rank
 
 
 def test_c18_ids_of_minus_one_carry_no_row_and_no_weight():
@@ -54,7 +56,7 @@ def test_c21_sizes_agree_with_the_experts_of_the_rows():
         begin = 0
         for e, size in enumerate(sizes[rank]):
             sources = rows[rank, begin : begin + size, 0].astype(int)
-            chose = (ids.reshape(-1, 4) == rank * 2 + e).any(-1)
+            chose = (ids.reshape(-1, 4) == rank * LOCAL + e).any(-1)
             np.testing.assert_array_equal(sources, np.nonzero(chose)[0])
             begin += size
 
@@ -64,7 +66,7 @@ def test_c28_the_wanted_count_includes_dropped_rows(is_dropping):
     """https://github.com/NVIDIA/TransformerEngine/pull/3277."""
     ids = routing("distinct", R, 32, 2, 8)
     demand = [len(pairs) for pairs in ref.rows_wanted(ids, 8)]
-    by_rank = np.reshape(demand, (R, 2)).sum(-1)
+    by_rank = np.reshape(demand, (R, LOCAL)).sum(-1)
     capacity = int(by_rank.max()) // 2 if is_dropping else int(by_rank.max())
     _, sizes, wanted, overflow = run_dispatch(ids, 8, recv_capacity=capacity)
     np.testing.assert_array_equal(wanted.reshape(-1), demand)
@@ -78,9 +80,9 @@ def test_c44_all_tokens_to_one_expert_fit_the_dropless_capacity(top_k):
     num_tokens = 32
     ids = np.broadcast_to(np.arange(top_k, dtype=np.int32), (R, num_tokens, top_k))
     rows, sizes, _, overflow = run_dispatch(ids.copy(), 8)
-    assert rows.shape[1] == R * num_tokens * min(top_k, 2)
+    assert rows.shape[1] == R * num_tokens * min(top_k, LOCAL)
     np.testing.assert_array_equal(
-        sizes[0], [R * num_tokens] * top_k + [0] * (2 - top_k)
+        sizes[0], [R * num_tokens] * top_k + [0] * (LOCAL - top_k)
     )
     assert not overflow.any()
 
@@ -105,15 +107,17 @@ def test_c49_duplicate_ids_add_up():
 
 def test_c49_duplicates_do_not_need_more_than_the_dropless_capacity():
     """One expert a rank: the capacity counts a token once, however often it asks."""
-    ids = np.full((R, 8, 3), 2, np.int32)
+    ids = np.full((R, 8, 2), R // 2, np.int32)
     rows, sizes, _, overflow = run_dispatch(ids, R)
     assert rows.shape[1] == R * 8
-    np.testing.assert_array_equal(sizes.reshape(-1), [0, 0, R * 8, 0])
+    np.testing.assert_array_equal(
+        sizes.reshape(-1), np.where(np.arange(R) == R // 2, R * 8, 0)
+    )
     assert not overflow.any()
 
 
 def test_c51_tokens_that_no_number_divides():
-    """Constructed: 7 tokens a rank in chunks of 4; 10 experts on 4 ranks."""
+    """Constructed: 7 tokens a rank in chunks of 4; a number of experts, too."""
     ids = jnp.asarray(routing("distinct", R, 7, 2, 8).reshape(-1, 2))
     tokens, weights = integers((R * 7, H), seed=1), integers((R * 7, 2), seed=2)
     scale = integers((8, H), seed=3)
@@ -128,5 +132,8 @@ def test_c51_tokens_that_no_number_divides():
 
     got = jax.jit(on_mesh(layer, make_mesh()))(tokens, ids, weights, scale)
     np.testing.assert_array_equal(got, dense(tokens, ids, weights, scale))
-    with pytest.raises(ValueError, match=r"multiple of the 4 ranks.*pad to 12 experts"):
-        run_dispatch(routing("distinct", R, 7, 2, 10), 10)
+    odd = 2 * R + 1
+    with pytest.raises(
+        ValueError, match=rf"multiple of the {R} ranks.*pad to {3 * R} experts"
+    ):
+        run_dispatch(routing("distinct", R, 7, 2, odd), odd)

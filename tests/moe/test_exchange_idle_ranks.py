@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from moe_mesh import (
+    NUM_RANKS,
     expert_of_rows,
     integers,
     make_mesh,
@@ -23,7 +24,7 @@ from moe_reference import dense
 
 from jax_turbobus import moe
 
-R, H = 4, 160
+R, H = NUM_RANKS, 160
 
 
 def test_c12_ranks_without_tokens_take_part_and_receive():
@@ -46,21 +47,21 @@ def test_c13_a_rank_without_tokens_receives_all_the_others():
     ids = np.broadcast_to(np.arange(6, dtype=np.int32), (R, 4, 6)).copy()
     valid = np.ones((R, 4), bool)
     valid[0] = False
-    scale = integers((4 * 6, H), seed=2)
+    scale = integers((R * 6, H), seed=2)
     tokens = integers((R * 4, H), seed=1)
-    _, sizes, *_ = run_dispatch(ids, 24, tokens=tokens, valid=valid.reshape(-1))
-    np.testing.assert_array_equal(sizes[0], [12] * 6)  # 72 rows
+    _, sizes, *_ = run_dispatch(ids, R * 6, tokens=tokens, valid=valid.reshape(-1))
+    np.testing.assert_array_equal(sizes[0], [(R - 1) * 4] * 6)
     assert not sizes[1:].any()
     weights = integers((R * 4, 6), seed=3)
     ids = jnp.asarray(np.where(valid[..., None], ids, -1).reshape(-1, 6))
-    layer = jax.jit(on_mesh(scaling_layer(24, schedule="packed"), make_mesh()))
+    layer = jax.jit(on_mesh(scaling_layer(R * 6, schedule="packed"), make_mesh()))
     np.testing.assert_array_equal(
         layer(tokens, ids, weights, scale), dense(tokens, ids, weights, scale)
     )
     moe.reset_exchange_stats()
     jax.block_until_ready(layer(tokens, ids, weights, scale))
     (sent,) = [s for s in moe.exchange_stats() if s.op == "dispatch"]
-    assert sent.total_bytes == 12 * H * 4  # One copy for each token, not six.
+    assert sent.total_bytes == (R - 1) * 4 * H * 4  # One copy for each token, not six.
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
@@ -131,7 +132,7 @@ def test_c15_gradient_where_a_rank_has_no_rows():
 def test_c25_all_ranks_have_the_same_number_of_chunks(num_valid):
     """https://github.com/PrimeIntellect-ai/prime-rl/pull/3411."""
     ids = routing("distinct", R, 16, 2, 8)
-    valid = np.arange(16) < np.array(num_valid)[:, None]
+    valid = np.arange(16) < np.array(num_valid[:R])[:, None]
     tokens, weights = integers((R * 16, H), seed=1), integers((R * 16, 2), seed=2)
     scale = integers((8, H), seed=3)
 

@@ -10,6 +10,7 @@ import moe_reference as ref
 import numpy as np
 import pytest
 from moe_mesh import (
+    NUM_RANKS,
     expert_of_rows,
     integers,
     make_mesh,
@@ -21,7 +22,7 @@ from moe_reference import dense
 
 from jax_turbobus import moe
 
-R, H = 4, 160
+R, H = NUM_RANKS, 160
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_capacity": 40}])

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import moe_reference as ref
 import numpy as np
 import pytest
-from moe_mesh import expert_of_rows, integers, make_mesh, on_mesh, routing
+from moe_mesh import NUM_RANKS, expert_of_rows, integers, make_mesh, on_mesh, routing
 
 from jax_turbobus import moe
 
-R, T, K, E, H = 4, 10, 2, 8, 160
+R, T, K, E, H = NUM_RANKS, 10, 2, 8, 160
 
 
 def inputs(kind="masked"):
@@ -65,15 +65,15 @@ def test_overflow_is_the_most_that_a_chunk_wanted_and_did_not_get():
             lambda *a: tuple(
                 x if i == 0 else x[None]
                 for i, x in enumerate(
-                    layer(num_chunks=4, recv_capacity=20, with_overflow=True)(*a)
+                    layer(num_chunks=4, recv_capacity=5 * R, with_overflow=True)(*a)
                 )
             ),
             make_mesh(),
         )
     )
     _, overflow = mapped(*args)
-    # Chunks of 3, 3, 3 and 1 tokens on each of 4 ranks want 24, 24, 24 and 8 rows.
-    np.testing.assert_array_equal(overflow, [24, 0, 0, 0])
+    # Chunks of 3, 3, 3 and 1 tokens on each rank want 6, 6, 6 and 2 rows from each.
+    np.testing.assert_array_equal(overflow, [6 * R, *(0,) * (R - 1)])
 
 
 def test_a_chunk_waits_only_for_the_sums_of_the_one_three_before():

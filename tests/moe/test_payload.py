@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from moe_mesh import integers, make_mesh, routing
+from moe_mesh import NUM_RANKS, integers, make_mesh, routing
 
 from jax_turbobus import moe
 
-R, T, K, E = 4, 50, 3, 8
+R, T, K, E = NUM_RANKS, 50, 3, 8
 CAPACITY = {"packed": {"recv_capacity": 300}, "padded": {"expert_capacity": 30}}
 
 
