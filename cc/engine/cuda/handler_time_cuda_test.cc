@@ -120,6 +120,7 @@ TEST_F(CudaHandlerTimeTest, DISABLED_OfTransfersByKindOfCall) {
   const OnDevice device(0, size_t{1} << 30);
   const OnDevice other_device(0, size_t{1} << 30);
   const Pinned word(64);
+  ASSERT_CUDA(cudaSetDevice(0));
   ASSERT_CUDA(cudaStreamCreateWithFlags(&other_, cudaStreamNonBlocking));
   ASSERT_CUDA(cudaEventCreate(&begun_));
   enum Scene { kFree, kHeld, kHeldBesideH2d, kHeldBesideD2h };
@@ -178,6 +179,48 @@ TEST_F(CudaHandlerTimeTest, DISABLED_OfTransfersByKindOfCall) {
     }
   }
   ASSERT_CUDA(cudaStreamDestroy(other_));
+}
+
+/// A relay's hop alone, on the relay's stream: to the borrower (as H2D has it)
+/// and from it (D2H), nothing of which begins before all has been issued.
+TEST_F(CudaHandlerTimeTest, DISABLED_OfHopsBySizeAndDirection) {
+  constexpr int kHops = 64;
+  constexpr int kRounds = 9;
+  constexpr size_t kMost = size_t{16} << 20;
+  const OnDevice borrower(0, kHops * kMost);
+  const OnDevice staging(1, kMost);
+  const Pinned word(64);
+  cudaStream_t stream = nullptr;
+  ASSERT_CUDA(cudaSetDevice(1 % NumCards()));
+  ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  if (NumCards() > 1) {
+    ASSERT_EQ(streams_->EnablePeerAccess(1, 0), OkStatus());
+  }
+  for (const bool is_push : {true, false}) {
+    for (const size_t size : {kMost / 8, kMost / 4, kMost / 2, kMost}) {
+      std::vector<double> times_us;
+      for (int round = -1; round < kRounds; ++round) {
+        Hold(stream, word);
+        const auto start = std::chrono::steady_clock::now();
+        for (int hop = 0; hop < kHops; ++hop) {
+          std::byte* const there = borrower.data() + hop * kMost;
+          ASSERT_EQ(streams_->Copy(stream, is_push ? there : staging.data(),
+                                   is_push ? staging.data() : there,
+                                   static_cast<int64_t>(size), CopyKind::kD2d),
+                    OkStatus());
+        }
+        const std::chrono::duration<double, std::micro> time =
+            std::chrono::steady_clock::now() - start;
+        *Word(word) = 1;
+        ASSERT_CUDA(cudaStreamSynchronize(stream));
+        if (round >= 0) times_us.push_back(time.count() / kHops);
+      }
+      std::ranges::sort(times_us);
+      std::printf("%s %2zu MiB: %.2f us a call\n", is_push ? "to" : "from",
+                  size >> 20, times_us[kRounds / 2]);
+    }
+  }
+  ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 
 }  // namespace
