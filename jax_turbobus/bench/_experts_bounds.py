@@ -3,18 +3,19 @@
 Bounds are on a ratio of times, ours to a peer's.
 """
 
-import argparse
 import dataclasses
 
 import jax
 import numpy as np
 
 from jax_turbobus.bench import peers
+from jax_turbobus.bench._comparison import Comparison
 
-__all__ = ["best_bound", "label_of", "peer_bound"]
+__all__ = ["best_bound", "peer_bound"]
 
-# Bounds on ours / best exact peer: of one forward, of forward and backward.
-_CPU_BOUNDS = {"1.25x": ("<= 0.3", "<= 0.55"), "dropless": ("<= 0.45", "<= 0.65")}
+_SLACK = 1.25
+# Bounds on ours / best exact peer, by capacity: forward, forward and backward.
+_CPU_BOUNDS = {_SLACK: ("<= 0.3", "<= 0.55"), None: ("<= 0.45", "<= 0.65")}
 # (tokens a rank, hidden, experts, top-k) -> bounds with peer access, without.
 _GPU_BOUNDS = {
     (4096, 4096, 64, 2): (1 / 2.2, 1 / 2.3),
@@ -27,49 +28,40 @@ _RAGGED_TOKENS = 4096
 _RAGGED_BOUNDS = {"forward": 40, "forward + backward": 30}
 
 
-def label_of(slack: str) -> str:
-    """Returns a capacity as rows name it."""
-    return slack if slack == "dropless" else f"{float(slack):g}x"
-
-
-def best_bound(
-    case: peers.Case, slack: str, metric: str, args: argparse.Namespace
-) -> str | None:
+def best_bound(comparison: Comparison, slack: float | None, metric: str) -> str | None:
     """Returns what is required of the ratio to the best exact peer, if anything is.
 
     The bounds are those of the machines and sizes that they were set for.
     """
     # XLA's ragged exchange is not the best one: it may be left out.
     others = set(peers.EXACT) - {"ragged_all_to_all"}
-    if args.route != "uniform" or not others <= set(peers.chosen(args.only)):
+    if comparison.route != "uniform" or not others <= set(comparison.peers[slack]):
         return None
-    shape = case.shape
+    shape = comparison.shape
     is_backward = metric != "forward"
-    label = label_of(slack)
     if jax.default_backend() == "cpu":
         default = (1024, 1024, 32, 2, 4)
         sizes = dataclasses.astuple(shape)[:5]
         is_default = sizes == default and shape.dtype == np.float32
-        bounds = _CPU_BOUNDS.get(label) if is_default else None
+        bounds = _CPU_BOUNDS.get(slack) if is_default else None
         return bounds[is_backward] if bounds else None
     by_access = _GPU_BOUNDS.get(dataclasses.astuple(shape)[:4])
-    if by_access is None or label != "1.25x":
+    if by_access is None or slack != _SLACK:
         return None
     if is_backward:
         return f"<= {_GPU_BACKWARD_BOUND:.4g}"
-    return f"<= {by_access[not args.has_peers]:.4g}"
+    return f"<= {by_access[not comparison.has_peers]:.4g}"
 
 
 def peer_bound(
-    peer_name: str, case: peers.Case, slack: str, metric: str, route: str
+    comparison: Comparison, slack: float | None, metric: str, peer_name: str
 ) -> str | None:
     """Returns what is required of the ratio to this peer, if anything is."""
-    label = label_of(slack)
     is_cpu = jax.default_backend() == "cpu"
-    if peer_name == "capacity_scatter" and label != "dropless":
-        return "< 1" if is_cpu and route == "uniform" else None
+    if peer_name == "capacity_scatter" and slack is not None:
+        return "< 1" if is_cpu and comparison.route == "uniform" else None
     # On GPUs only: XLA has no ragged exchange elsewhere.
-    is_large = case.shape.tokens_per_rank >= _RAGGED_TOKENS
-    if peer_name == "ragged_all_to_all" and label == "1.25x" and is_large:
+    is_large = comparison.shape.tokens_per_rank >= _RAGGED_TOKENS
+    if peer_name == "ragged_all_to_all" and slack == _SLACK and is_large:
         return f"<= {1 / _RAGGED_BOUNDS[metric]:.4g}"
     return None

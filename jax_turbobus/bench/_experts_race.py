@@ -36,7 +36,8 @@ class Race:
       case: what rows are called.
       metrics: of `METRICS`.
       schemes: by name, ours included; those that can run here.
-      wrong: (scheme, metric) whose result is not the dense reference's.
+      wrong: (scheme, metric) whose result is not the dense reference's, and how far
+        off it is.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Race:
         self.case = case
         self.metrics = METRICS if has_backward else METRICS[:1]
         self.schemes = dict(schemes)
-        self.wrong: set[tuple[str, str]] = set()
+        self.wrong: dict[tuple[str, str], float] = {}
         self._compile()
 
     def _compile(self) -> None:
@@ -84,11 +85,15 @@ class Race:
             if self.schemes.pop(name, None):
                 _progress(f"{name}: not implemented on {jax.default_backend()}")
 
-    def check(self) -> Iterator[Row]:
+    def check(self, most: float | None = None) -> Iterator[Row]:
         """Yields how far each scheme is from the dense reference.
 
         Ours has to be right. A peer that is not, or does not fit into the memory, is
         out of the race.
+
+        Args:
+          most: the largest error over the largest value; None: what rounding makes of
+            random values. 0 is for values of which sums are exact.
 
         Raises:
           JaxRuntimeError: a scheme does not run for another reason.
@@ -96,7 +101,8 @@ class Race:
         want, want_grads = self.layer.reference()
         wants = {"forward": [want], "forward + backward": want_grads}
         is_wide = self.layer.case.shape.dtype.itemsize >= _FLOAT32_BYTES
-        most = (1e-5 if is_wide else 3e-2) * self.layer.num_layers**0.5
+        if most is None:
+            most = (1e-5 if is_wide else 3e-2) * self.layer.num_layers**0.5
         for name, scheme in list(self.schemes.items()):
             for metric in self.metrics:
                 is_exact = name not in peers.DROPPING
@@ -115,7 +121,7 @@ class Race:
                     break
                 note = None
                 if is_exact and not error <= most:
-                    self.wrong.add((name, metric))
+                    self.wrong[name, metric] = error
                     note = f"wrong: above {most:.3g}, so not among the exact peers"
                 yield self._row(
                     f"{name}: {metric}: largest error over largest value",
@@ -150,13 +156,12 @@ class Race:
                     warmup=1,
                     limit_s=limit_s,
                 )
-                is_wrong = (name, metric) in self.wrong
                 yield self._pair(
                     f"{metric}, {self._unit('ms')}",
                     timings[name],
                     name,
                     required=bound(metric, name),
-                    note="the peer's result is wrong" if is_wrong else None,
+                    note=self.reservation(name, metric),
                 )
             exact = {
                 name: timing
@@ -181,6 +186,16 @@ class Race:
                     "all that ran were wrong",
                     required=bound(metric, None),
                 )
+
+    def reservation(self, peer: str, metric: str) -> str | None:
+        """Returns what has to be said beside a ratio to this peer, if anything has."""
+        error = self.wrong.get((peer, metric))
+        if error is None:
+            return None
+        return (
+            f"the peer's result is wrong (largest error {error:.3g} of the largest"
+            " value): the ratio is to the time of something that nobody can use"
+        )
 
     def _beside_best(
         self, metric: str, best: str, *, rounds: int, in_a_row: int

@@ -67,8 +67,41 @@ class Layer:
             # layer to layer.
             weights /= weights.sum(axis=1, keepdims=True)
             values += [ids, weights, 1 + 0.1 * scale]
-        sharding = NamedSharding(mesh, P(case.axis_name))
-        return cls(case, mesh, tuple(jax.device_put(values, [sharding] * len(values))))
+        return cls(case, mesh, _on_mesh(case, mesh, values))
+
+    @classmethod
+    def make_exact(
+        cls,
+        case: peers.Case,
+        mesh: Mesh,
+        expert_ids: Sequence[np.ndarray[Any, Any]],
+        seed: int,
+    ) -> "Layer":
+        """Returns values of which every order of sums is exact, bfloat16 included.
+
+        Tokens are whole numbers of five bits, scales 1 or -1, weights 3/4 and 1/4: what
+        a layer returns is each token times 1, 1/2, -1/2 or -1.
+
+        Args:
+          case: what all schemes share; top-2.
+          mesh: all devices, along `case.axis_name`.
+          expert_ids: ``int32[tokens, 2]`` of each layer.
+          seed: of the values.
+        """
+        shape = case.shape
+        rng = np.random.default_rng(seed)
+        size = len(expert_ids[0]), shape.hidden
+
+        def signs(size: tuple[int, int]) -> np.ndarray[Any, Any]:
+            return 2 * rng.integers(0, 2, size, np.int8) - 1
+
+        tokens = rng.integers(1, 32, size, np.int8) * signs(size)
+        values = [tokens.astype(shape.dtype)]
+        for ids in expert_ids:
+            scale = signs((shape.num_experts, shape.hidden))
+            weights = np.broadcast_to(np.array([0.75, 0.25], np.float32), ids.shape)
+            values += [ids, weights, scale.astype(np.float32)]
+        return cls(case, mesh, _on_mesh(case, mesh, values))
 
     @property
     def num_layers(self) -> int:
@@ -134,6 +167,13 @@ class Layer:
             gradient, *of_layer = _dense_backward(x, *layer, gradient)
             gradients = [*of_layer, *gradients]
         return tokens, (gradient, *gradients)
+
+
+def _on_mesh(
+    case: peers.Case, mesh: Mesh, values: Sequence[Any]
+) -> tuple[jax.Array, ...]:
+    sharding = NamedSharding(mesh, P(case.axis_name))
+    return tuple(jax.device_put(list(values), [sharding] * len(values)))
 
 
 _dense = jax.jit(peers.dense)

@@ -10,18 +10,19 @@ ratio is of two medians of the same pair.
 """
 
 import argparse
-import math
 
 import jax
 
 from jax_turbobus import _compat, _environment
 from jax_turbobus.bench import _options, peers, routing
+from jax_turbobus.bench._comparison import Comparison
 from jax_turbobus.bench._devices import bench_devices
-from jax_turbobus.bench._experts_comparison import compare_at_one_size
+from jax_turbobus.bench._experts_comparison import compare
 from jax_turbobus.bench._report import Row
 from jax_turbobus.moe._routing import SCHEDULES
+from jax_turbobus.moe._traffic import ExchangeShape
 
-__all__ = ["add_arguments", "compare", "run"]
+__all__ = ["add_arguments", "run"]
 
 _TOKENS = 4096
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -103,41 +104,51 @@ def run(args: argparse.Namespace) -> list[Row]:
     """Checks and times all schemes; on GPUs, without sizes, all that is asked there.
 
     Returns:
-      Rows as `compare` does, or those of `experts_gpu`.
+      Rows of times against each peer, of the bounds against the best exact one, and of
+      bytes; or those of `experts_gpu`.
 
     Raises:
       OptionError: sizes or names that do not fit; the message names the option.
     """
     if args.tokens is None and jax.default_backend() != "cpu":
-        # Imported here: it compares by `compare`.
+        # Imported here: on other machines there is nothing to import it for.
         from jax_turbobus.bench import experts_gpu
 
         _check_table(args)
         return experts_gpu.run(args)
     if args.tokens is None:
         args.tokens = _TOKENS
-    args.devices = bench_devices()
-    args.prefix = ""
-    args.has_peers = _environment.flag("PEER_ACCESS", default=True)
-    args.pair_limit_s = math.inf
-    return compare(args)
+    devices = bench_devices()
+    _check_options(args, len(devices))
+    return list(compare(_comparison(args, devices)))
 
 
-def compare(args: argparse.Namespace) -> list[Row]:
-    """Checks and times all schemes at one size.
-
-    Args:
-      args: options, and what else `compare_at_one_size` wants.
-
-    Returns:
-      Rows of times against each peer, of the bounds against the best exact one, and
-      of bytes.
-
-    Raises:
-      OptionError: sizes or names that do not fit; the message names the option.
-    """
-    _check_options(args, len(args.devices))
-    return compare_at_one_size(args)
+def _comparison(args: argparse.Namespace, devices: list[jax.Device]) -> Comparison:
+    num_ranks = len(devices)
+    names = tuple(peers.chosen(args.only))
+    return Comparison(
+        devices=devices,
+        shape=ExchangeShape(
+            tokens_per_rank=args.tokens if args.per_rank else args.tokens // num_ranks,
+            hidden=args.hidden,
+            num_experts=args.experts,
+            top_k=args.topk,
+            num_ranks=num_ranks,
+            dtype=args.dtype,
+        ),
+        peers={
+            None if slack == "dropless" else float(slack): names
+            for slack in args.slack.split(",")
+        },
+        rounds=args.rounds,
+        num_layers=args.layers,
+        route=args.route,
+        schedule=args.schedule,
+        has_backward=not args.forward_only,
+        in_a_row=args.in_a_row,
+        seed=args.seed,
+        has_peers=_environment.flag("PEER_ACCESS", default=True),
+    )
 
 
 def _check_table(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The table for GPUs runs tiny on CPU devices, every case of it."""
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import re
@@ -9,13 +10,21 @@ import types
 import jax
 import pytest
 
-from jax_turbobus.bench import experts, experts_gpu, peers
-from jax_turbobus.bench._experts_bounds import best_bound
+from jax_turbobus import moe
+from jax_turbobus.bench import _layer, experts, experts_gpu, peers, ragged
+from jax_turbobus.bench._experts_bounds import best_bound, peer_bound
 from jax_turbobus.bench._report import Timing
-from jax_turbobus.bench.experts_gpu import _kernels, layers, overlap, parts, steps
+from jax_turbobus.bench.experts_gpu import (
+    _kernels,
+    layers,
+    links,
+    overlap,
+    parts,
+    skew,
+    steps,
+)
 from jax_turbobus.bench.experts_gpu._kernels import kernel_seconds
 from jax_turbobus.bench.experts_gpu._setup import Setup
-from jax_turbobus.moe._traffic import ExchangeShape
 
 
 def setup_of(has_peers):
@@ -30,6 +39,68 @@ def wrong(rows):
     ]
 
 
+OF_DENSE = (f"<= {1 / 1.3:.4g}",) * 2
+OF_RAGGED = ("<= 0.02", None)
+ERROR = "<= 0.03"
+# Case -> a part of "case | metric | peer" -> what is asked of it with peer access, and
+# without. What is asked of `layers` is below.
+BOUNDS = {
+    "drop_in": {
+        "512 MiB, rows of 8 KiB | one exchange of several, us | lax.all": OF_DENSE,
+        "x 32 MiB, rows of 8 KiB | one exchange of several, us | lax.all": OF_DENSE,
+        "512 MiB, rows of 8 KiB | one exchange of several, us | lax.ragged": OF_RAGGED,
+        "x 32 MiB, rows of 8 KiB | one exchange of several, us | lax.ragged": OF_RAGGED,
+    },
+    "skew": {
+        "uniform, 8 layers in one program | ours: forward: largest error": ("<= 0",)
+        * 2,
+        "zipf:1.0, 8 layers in one program | ours: forward: largest error": ("<= 0",)
+        * 2,
+        "the hottest rank's rows | uniform, scaled": ("<= 1",) * 2,
+    },
+    "overlap": {
+        "share of the exchange hidden, ": (None, ">= 0.6"),
+        "largest error over largest value of 1 chunk": (ERROR,) * 2,
+    },
+    "steps": {
+        "exchange in the step, ms": ("<= 0.5",) * 2,
+        "exchange's share of the step": ("<= 0.5",) * 2,
+        "loss, off from that of": ("<= 0.01",) * 2,
+        "gradients, off from those of": (ERROR,) * 2,
+    },
+    "links": {
+        "the whole dispatch, GB/s sent": (">= 300", None),
+        "send kernel, GB/s sent": (">= 340", None),
+        "GB/s sent, both ways at once | lax.all_to_all": (None, ">= 1.9"),
+    },
+    "parts": {},
+}
+
+
+def judged(rows, case, has_peers):
+    """Whether just what is to be asked is asked."""
+    asked = {key: pair[not has_peers] for key, pair in BOUNDS[case].items()}
+    asked = {key: bound for key, bound in asked.items() if bound}
+    seen = set()
+    for row in rows:
+        if row.required:
+            name = f"{row.case} | {row.metric} | {row.peer_name}"
+            (key,) = [key for key in asked if key in name] or [name]
+            assert row.required == asked[key]
+            seen.add(key)
+    return seen == set(asked)
+
+
+def like_gpus(monkeypatch):
+    """Lets CPU devices stand in for what only GPUs have."""
+    monkeypatch.setattr(ragged, "_is_on_gpus", lambda: True)
+    monkeypatch.setattr(ragged.lax, "ragged_all_to_all", moe.ragged_all_to_all)
+    monkeypatch.setattr(ragged, "_MIB", 1 << 12)
+    for name in ("_CHAIN", "_LARGE_CHAIN", "_RAGGED_CHAIN", "_LARGE_RAGGED_CHAIN"):
+        monkeypatch.setattr(ragged, name, 1)
+    monkeypatch.setattr(links, "kernel_seconds", lambda run: {"Send<int4>": 1e-6})
+
+
 @pytest.mark.parametrize("has_peers", [True, False])
 @pytest.mark.parametrize(
     "case", [name for name in experts_gpu.CASES if name != "layers"]
@@ -38,25 +109,27 @@ def test_every_case_runs_and_is_exact(case, has_peers, monkeypatch):
     monkeypatch.setattr(parts, "SIZES", layers.SIZES[1:2])
     name = [*steps._MODELS][has_peers]
     monkeypatch.setattr(steps, "_MODELS", {name: steps._MODELS[name]})
-    rows = list(experts_gpu.CASES[case](setup_of(has_peers)))
+    like_gpus(monkeypatch)
+    shrink = 1 if case == "drop_in" else 256
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=shrink, has_peers=has_peers)
+    rows = list(experts_gpu.CASES[case](setup))
     assert rows
     assert not wrong(rows)
+    assert judged(rows, case, has_peers)
     assert len({(row.case, row.metric, row.peer_name) for row in rows}) == len(rows)
 
 
-def test_the_layers_are_compared_at_each_size_alone_and_eight_in_a_program(monkeypatch):
-    asked = []
-    monkeypatch.setattr(experts, "compare", lambda args: asked.append(args) or [])
-    for has_peers in (True, False):
-        setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=has_peers)
-        assert list(experts_gpu.CASES["layers"](setup)) == []
-        sizes = [(a.tokens, a.hidden, a.experts, a.topk, a.layers) for a in asked]
-        assert sizes == [(*size, n) for size in layers.SIZES for n in (1, 8)]
-        everyone = set(peers.EXACT) - (set() if has_peers else {"ragged_all_to_all"})
-        assert all(set(a.only.split(",")) == everyone for a in asked)
-        assert all(a.has_peers is has_peers for a in asked)
-        assert all("1.25" in a.slack and not a.forward_only for a in asked)
-        asked.clear()
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_the_layers_are_compared_at_each_size_alone_and_eight_in_a_program(has_peers):
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=has_peers)
+    asked = list(layers.comparisons(setup))
+    sizes = [(*dataclasses.astuple(c.shape)[:4], c.num_layers) for c in asked]
+    assert sizes == [(*size, n) for size in layers.SIZES for n in (1, 8)]
+    everyone = set(peers.EXACT) - (set() if has_peers else {"ragged_all_to_all"})
+    assert all(set(c.peers[1.25]) == everyone for c in asked)
+    # Without a capacity, too, of single layers: at every size, with peers or without.
+    assert [None in c.peers for c in asked] == [c.num_layers == 1 for c in asked]
+    assert all(c.has_peers is has_peers and c.has_backward for c in asked)
 
 
 def test_two_layers_at_a_tiny_size(monkeypatch):
@@ -67,7 +140,10 @@ def test_two_layers_at_a_tiny_size(monkeypatch):
     rows = list(experts_gpu.CASES["layers"](setup))
     assert len({(row.case, row.metric, row.peer_name) for row in rows}) == len(rows)
     for num_layers, unit in ((1, "ms"), (2, "ms a layer")):
-        these = [row for row in rows if row.program == {"layers": num_layers}]
+        program = {"layers": num_layers}
+        these = [
+            row for row in rows if row.program == program and "dropless" not in row.case
+        ]
         for metric in ("forward", "forward + backward"):
             (row,) = [row for row in these if row.metric == f"{metric}, {unit}"]
             assert row.peer_name == "allgather_filter"
@@ -75,7 +151,30 @@ def test_two_layers_at_a_tiny_size(monkeypatch):
         assert len(errors) == 2 * 2
         assert not any(row.failed or row.note for row in errors)
     (counted,) = [row for row in rows if "exchange_stats" in row.metric]
-    assert counted.ratio == 1
+    assert (counted.ratio, counted.required) == (1, "== 1")
+    dropless = [row for row in rows if "dropless" in row.case]
+    assert {row.peer_name for row in dropless} == {None, "allgather_filter"}
+
+
+def test_whom_dropless_leaves_out_is_said(monkeypatch):
+    monkeypatch.setattr(layers, "compare", lambda comparison: [])
+    rows = list(layers.layers(setup_of(has_peers=True)))
+    assert [row.metric for row in rows] == [
+        "not measured: padded_all_to_all, ragged_all_to_all"
+    ] * 3
+    assert all("dropless" in row.case and row.note for row in rows)
+
+
+def test_zipf_is_exact_or_fails(monkeypatch):
+    mine = _layer.ours()
+
+    def off(case, tokens, *arguments):
+        # One value of a rank, by the last bit of bfloat16.
+        return mine(case, tokens, *arguments).at[0, 0].multiply(1 + 2**-7)
+
+    monkeypatch.setattr(skew, "ours", lambda: off)
+    rows = list(skew.skew(setup_of(has_peers=True)))
+    assert len(wrong(rows)) == 2
 
 
 def test_a_step_with_a_wrong_exchange_is_caught(monkeypatch):
@@ -137,16 +236,30 @@ def test_first_dispatch_and_last_combine_cannot_be_hidden(num_chunks, experts, m
     assert overlap._can_hide(num_chunks, 8, experts) == most
 
 
-def test_both_programs_are_judged_at_the_sizes_asked(monkeypatch):
+# (tokens a rank, layers in the program) -> asked of forward, forward and backward.
+OF_BEST = {
+    True: {4096: (2.2, 1.8), 16384: (1.7, 1.8), 128: (1.5, 1.8)},
+    False: {4096: (2.3, 1.8), 16384: (1.8, 1.8), 128: (1.3, 1.8)},
+}
+RAGGED_TIMES = {4096: (40, 30), 16384: (40, 30), 128: (None, None)}
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_layers_are_judged_as_asked(has_peers, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for has_peers, forward in ((True, 1 / 1.5), (False, 1 / 1.3)):
-        args = argparse.Namespace(route="uniform", only="", has_peers=has_peers)
-        case = peers.Case(
-            shape=ExchangeShape(128, 4096, 64, 2, 2, "bfloat16"), recv_capacity=320
-        )
-        for metric, bound in (("forward", forward), ("forward + backward", 1 / 1.8)):
-            required = best_bound(case, "1.25", metric, args)
-            assert float(required.removeprefix("<= ")) == pytest.approx(bound, 1e-3)
+    setup = Setup(jax.devices()[:2], rounds=1, shrink=1, has_peers=has_peers)
+    for comparison in layers.comparisons(setup):
+        tokens = comparison.shape.tokens_per_rank
+        for i, metric in enumerate(("forward", "forward + backward")):
+            times = OF_BEST[has_peers][tokens][i]
+            assert best_bound(comparison, 1.25, metric) == f"<= {1 / times:.4g}"
+            times = RAGGED_TIMES[tokens][i]
+            bound = peer_bound(comparison, 1.25, metric, "ragged_all_to_all")
+            assert bound == (times and f"<= {1 / times:.4g}")
+            # Dropless is there to be reported.
+            assert peer_bound(comparison, None, metric, "ragged_all_to_all") is None
+            if comparison.num_layers == 1:
+                assert best_bound(comparison, None, metric) is None
 
 
 def test_a_case_that_fails_is_a_row(monkeypatch):

@@ -1,5 +1,6 @@
 """The peers against a dense reference, and `bench experts` end to end."""
 
+import argparse
 import dataclasses
 import json
 
@@ -7,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jax_turbobus import moe
 from jax_turbobus.__main__ import main
-from jax_turbobus.bench import _layer, peers, routing
+from jax_turbobus.bench import _layer, peers, ragged, routing
+from jax_turbobus.bench._comparison import Comparison
 from jax_turbobus.bench._experts_bounds import best_bound
 from jax_turbobus.moe._traffic import PEERS, ExchangeShape
 
@@ -168,13 +170,22 @@ def test_the_bench_runs_and_records(tmp_path, capsys):
 
 
 def test_the_bounds_are_those_of_the_issue_for_its_sizes_only():
-    parser_args = type("Args", (), {"route": "uniform", "only": ""})()
-    shape = ExchangeShape(1024, 1024, 32, 2, 4, "float32")
-    case = peers.Case(shape=shape, recv_capacity=2560)
-    assert best_bound(case, "1.25", "forward", parser_args) == "<= 0.3"
-    assert best_bound(case, "dropless", "both", parser_args) == "<= 0.65"
-    other = peers.Case(shape=ExchangeShape(64, 64, 8, 2, 4), recv_capacity=160)
-    assert best_bound(other, "1.25", "forward", parser_args) is None
+    names = [name for name in peers.EXACT if name != "ragged_all_to_all"]
+
+    def comparison(*sizes, only=names):
+        return Comparison(
+            devices=jax.devices()[:4],
+            shape=ExchangeShape(*sizes, 4, "float32"),
+            peers={1.25: only, None: only},
+            rounds=1,
+        )
+
+    default = comparison(1024, 1024, 32, 2)
+    assert best_bound(default, 1.25, "forward") == "<= 0.3"
+    assert best_bound(default, None, "both") == "<= 0.65"
+    assert best_bound(comparison(64, 64, 8, 2), 1.25, "forward") is None
+    few = comparison(1024, 1024, 32, 2, only=names[:1])
+    assert best_bound(few, 1.25, "forward") is None
 
 
 @pytest.mark.parametrize("schedule", ["packed", "broadcast", "direct"])
@@ -203,6 +214,37 @@ def test_bench_ragged_runs_where_jax_has_no_peer(tmp_path, capsys):
     assert ("one exchange of several, us", "lax.all_to_all") in by_peer
     assert ("layer, forward + backward, ms", None) in by_peer
     assert all(row["ours"] > 0 for row in rows)
+
+
+def wrong_scheme(case, *arguments):
+    return peers.allgather_filter(case, *arguments) * 2
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_bench_ragged_says_what_came_out_of_the_peer(monkeypatch, is_right):
+    """Stands in for XLA's own, which CPU devices lack."""
+
+    def theirs(*arguments, **options):
+        return moe.ragged_all_to_all(*arguments, **options) * (1 if is_right else 2)
+
+    monkeypatch.setattr(ragged.lax, "ragged_all_to_all", theirs)
+    monkeypatch.setattr(ragged, "_is_on_gpus", lambda: True)
+    monkeypatch.setattr(ragged, "_CHAIN", 1)
+    monkeypatch.setattr(ragged, "_RAGGED_CHAIN", 1)
+    scheme = peers.ragged(theirs) if is_right else wrong_scheme
+    monkeypatch.setattr(ragged.peers, "ragged_all_to_all", scheme)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
+    rows = ragged.exchanges(mesh, 0.125, 1)
+    args = argparse.Namespace(tokens=16, hidden=64, experts=8, topk=2, rounds=1)
+    rows += ragged._layers(jax.devices()[:2], args)
+    (share,) = [row.ours for row in rows if "share of values" in row.metric]
+    assert share == 0 if is_right else share > 0.9
+    timed = [row for row in rows if row.peer_name == "lax.ragged_all_to_all"]
+    assert len(timed) == 3
+    assert all(bool(row.note) is not is_right for row in timed)
+    errors = [row for row in rows if "largest error" in row.metric]
+    assert [row.required for row in errors] == ["<= 0.03"] * 2 + [None] * 2
+    assert not any(row.failed for row in rows)
 
 
 @pytest.mark.parametrize("option", [["--mib", "0"], ["--experts", "7"]])
