@@ -6,21 +6,42 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-/// Adds the weighted rows of `bits`' slots, in slot order, at one vector.
+constexpr int kWide = 2;  // Of a batch; more need too many registers.
+template <typename Pack>
+using RowBatch = Batch<Pack, kWide>;
+/// Sums at a batch's vectors.
+template <typename Pack>
+using Sums = typename Pack::Acc[RowBatch<Pack>::kNumVecs][Pack::kSize];
+
+template <typename Pack>
+__device__ void AddRow(const uint8_t* row, typename Pack::Acc weight,
+                       const RowBatch<Pack>& batch, Sums<Pack>& sums) {
+  typename RowBatch<Pack>::Words words;
+  batch.Load(row, words);
+  batch.Each(
+      [&](int u, int64_t) { Pack::Of(words[u]).AddTo(sums[u], weight); });
+}
+
+/// Adds the weighted rows of `bits`' slots, in slot order.
 template <typename Pack>
 __device__ void AddRows(const Shape& shape, const uint8_t* rows,
                         const Slots& slots, typename Pack::Acc weight,
-                        unsigned bits, int64_t vec,
-                        typename Pack::Acc (&sum)[Pack::kSize]) {
+                        unsigned bits, const RowBatch<Pack>& batch,
+                        Sums<Pack>& sums) {
   while (bits != 0) {
     const int bit = PopBit(bits);
     const int64_t row = __shfl_sync(kAllLanes, slots.position, bit);
-    const auto scale = __shfl_sync(kAllLanes, weight, bit);
-    if (vec >= 0) {
-      reinterpret_cast<const Pack*>(rows + row * shape.row_bytes)[vec].AddTo(
-          sum, scale);
-    }
+    AddRow<Pack>(rows + row * shape.row_bytes,
+                 __shfl_sync(kAllLanes, weight, bit), batch, sums);
   }
+}
+
+template <typename Pack>
+__device__ void StoreSums(const Sums<Pack>& sums, const RowBatch<Pack>& batch,
+                          uint8_t* row) {
+  batch.Each([&](int u, int64_t vec) {
+    reinterpret_cast<Pack*>(row)[vec] = Pack::From(sums[u]);
+  });
 }
 
 template <typename Pack>
@@ -57,14 +78,12 @@ __global__ void __launch_bounds__(kThreads)
                           ? typename Pack::Acc{1}
                           : WeightOf<typename Pack::Acc>(
                                 shape, args.weights.of[source], token, slots);
-  auto* out =
-      reinterpret_cast<Pack*>(PlaceIn(args.outbox, shape, source, token));
-  ForVectors(shape.row_bytes / static_cast<int64_t>(sizeof(Pack)),
-             [&](int64_t vec) {
-               typename Pack::Acc sum[Pack::kSize] = {};
-               AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
-               if (vec >= 0) out[vec] = Pack::From(sum);
-             });
+  uint8_t* const out = PlaceIn(args.outbox, shape, source, token);
+  ForBatches<Pack, kWide>(shape.row_bytes, [&](const RowBatch<Pack>& batch) {
+    Sums<Pack> sums = {};
+    AddRows<Pack>(shape, args.rows, slots, weight, here, batch, sums);
+    StoreSums<Pack>(sums, batch, out);
+  });
 }
 
 /// Whether a token's sum is due: its last partial row is among those that have
@@ -99,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto weight = WeightOf<typename Pack::Acc>(
       shape, args.weights.of[shape.rank], token, slots);
   const unsigned here = slots.On(shape.rank);
-  auto* out = reinterpret_cast<Pack*>(args.out + token * shape.row_bytes);
+  uint8_t* const out = args.out + token * shape.row_bytes;
   // Each rank's partial row and what it counts, on the lane of that rank.
   typename Pack::Acc partial_weight = 0;
   const uint8_t* partial = nullptr;
@@ -113,21 +132,20 @@ __global__ void __launch_bounds__(kThreads)
       partial = PlaceIn(args.inbox, shape, r, token);
     }
   }
-  ForVectors(
-      shape.row_bytes / static_cast<int64_t>(sizeof(Pack)), [&](int64_t vec) {
-        typename Pack::Acc sum[Pack::kSize] = {};
-        for (int r = 0; r < shape.num_ranks; ++r) {
-          if (r == shape.rank) {
-            AddRows<Pack>(shape, args.rows, slots, weight, here, vec, sum);
-            continue;
-          }
-          const auto scale = __shfl_sync(kAllLanes, partial_weight, r);
-          const auto* row = reinterpret_cast<const Pack*>(__shfl_sync(
-              kAllLanes, reinterpret_cast<unsigned long long>(partial), r));
-          if (row != nullptr && vec >= 0) row[vec].AddTo(sum, scale);
-        }
-        if (vec >= 0) out[vec] = Pack::From(sum);
-      });
+  ForBatches<Pack, kWide>(shape.row_bytes, [&](const RowBatch<Pack>& batch) {
+    Sums<Pack> sums = {};
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      if (r == shape.rank) {
+        AddRows<Pack>(shape, args.rows, slots, weight, here, batch, sums);
+        continue;
+      }
+      const auto scale = __shfl_sync(kAllLanes, partial_weight, r);
+      const auto* row = reinterpret_cast<const uint8_t*>(__shfl_sync(
+          kAllLanes, reinterpret_cast<unsigned long long>(partial), r));
+      if (row != nullptr) AddRow<Pack>(row, scale, batch, sums);
+    }
+    StoreSums<Pack>(sums, batch, out);
+  });
 }
 
 /// Parts of a row, each for a warp of its own, where whole rows would leave

@@ -1,88 +1,126 @@
+#include <algorithm>
+
 #include "moe/cuda/elements.cuh"
 #include "moe/cuda/rows.cuh"
 
 namespace turbobus::moe::cuda {
 namespace {
 
-/// The gradients of lane `bit`'s row: weight · dy, and ⟨dy, row⟩ for the slots
-/// that share the row. `out_grad_row` may be that row's own gradient.
+constexpr int kWide = 4;  // Of a batch.
+/// Blocks that send to peers beside those that finish this rank's own slots.
+/// Stores over a link, which is slower than memory, hold up whatever else their
+/// multiprocessor does: so few blocks send, from the kernel's beginning to its
+/// end, and others do the rest meanwhile (docs/gpu_exchange.md, "Measured:
+/// kernels on one GPU").
+constexpr int kSendBlocks = 64;
+
+/// The gradients of a token's rows on this rank: weight · dy for each, and
+/// ⟨dy, row⟩ for the slots that share it. `out_grad_row` may be one of these
+/// rows' gradients: each batch of `dy` is read once, before any row of it is
+/// written.
 template <typename Pack>
-__device__ typename Pack::Acc SlotGrad(const Shape& shape,
-                                       const uint8_t* out_grad_row,
-                                       const uint8_t* rows, uint8_t* row_grads,
-                                       int64_t row, typename Pack::Acc weight) {
-  const auto* out_grad = reinterpret_cast<const Pack*>(out_grad_row);
-  const auto* values =
-      reinterpret_cast<const Pack*>(rows + row * shape.row_bytes);
-  auto* grads = reinterpret_cast<Pack*>(row_grads + row * shape.row_bytes);
-  typename Pack::Acc dot = 0;
-  ForVectors(shape.row_bytes / static_cast<int64_t>(sizeof(Pack)),
-             [&](int64_t vec) {
-               if (vec < 0) return;
-               typename Pack::Acc grad[Pack::kSize] = {};
-               out_grad[vec].AddTo(grad, 1);
-               dot += values[vec].Dot(grad);
-               grads[vec] = Pack::From(grad, weight);
-             });
-  return WarpSum(dot);
+__device__ void SlotGrads(const Shape& shape, const CombineGradArgs& args,
+                          const uint8_t* out_grad_row, const Slots& slots,
+                          typename Pack::Acc weight,
+                          typename Pack::Acc* weight_grads) {
+  const unsigned here = slots.On(shape.rank);
+  uint8_t* const row_grads = args.row_grads.of[shape.rank];
+  typename Pack::Acc dot = 0;  // Of the row that this lane stands for.
+  ForBatches<Pack, kWide>(
+      shape.row_bytes, [&](const Batch<Pack, kWide>& batch) {
+        typename Batch<Pack, kWide>::Words out_grad;
+        batch.Load(out_grad_row, out_grad);
+        for (unsigned bits = here; bits != 0;) {
+          const int bit = PopBit(bits);
+          const int64_t place =
+              __shfl_sync(kAllLanes, slots.position, bit) * shape.row_bytes;
+          const auto scale = __shfl_sync(kAllLanes, weight, bit);
+          auto* grads = reinterpret_cast<Pack*>(row_grads + place);
+          typename Batch<Pack, kWide>::Words row;
+          batch.Load(args.rows + place, row);
+          typename Pack::Acc part = 0;
+          batch.Each([&](int u, int64_t vec) {
+            typename Pack::Acc grad[Pack::kSize] = {};
+            Pack::Of(out_grad[u]).AddTo(grad, 1);
+            part += Pack::Of(row[u]).Dot(grad);
+            grads[vec] = Pack::From(grad, scale);
+          });
+          part = WarpSum(part);
+          if (Lane() == bit) dot += part;
+        }
+      });
+  dot = __shfl_sync(kAllLanes, dot, __ffs(slots.sharing) - 1);
+  if ((slots.sharing & here) != 0) weight_grads[Lane()] = dot;
 }
 
+/// Sends `out_grad` of tokens to peers; one of `num_blocks` blocks.
 template <typename Pack>
-__global__ void __launch_bounds__(kThreads)
-    GradSend(const __grid_constant__ Shape shape,
-             const __grid_constant__ CombineGradArgs args,
-             int num_send_blocks) {
-  uint8_t* const own = args.row_grads.of[shape.rank];
-  if (static_cast<int>(blockIdx.x) >= num_send_blocks) {
-    const int block = static_cast<int>(blockIdx.x) - num_send_blocks;
-    ZeroPadding<Pack>(
-        shape, args.group_sizes, own,
-        static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
-        static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
-    return;
+__device__ void SendToPeers(const Shape& shape, const CombineGradArgs& args,
+                            int block, int num_blocks) {
+  __shared__ SentRows sent;
+  sent.Clear();
+  for (int64_t token =
+           static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock();
+       token < shape.num_tokens;
+       token += static_cast<int64_t>(num_blocks) * kWarpsPerBlock) {
+    const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
+                                  args.positions.of[shape.rank], token);
+    sent.Add(shape, slots);
+    const bool is_target = args.has_boxes
+                               ? IsBoxed(args.outbox, shape, slots)
+                               : slots.is_first && slots.owner != shape.rank;
+    uint8_t* target = nullptr;
+    if (is_target) {
+      target = args.has_boxes ? PlaceIn(args.outbox, shape, slots.owner, token)
+                              : args.row_grads.of[slots.owner] +
+                                    slots.position * shape.row_bytes;
+    }
+    CopyRow<typename Pack::Words>(args.out_grad + token * shape.row_bytes,
+                                  target, __ballot_sync(kAllLanes, is_target),
+                                  shape.row_bytes);
   }
-  const int64_t token =
-      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
-  const bool is_token = token < shape.num_tokens;
-  const Slots slots = is_token
-                          ? ReadSlots(shape, args.expert_ids.of[shape.rank],
-                                      args.positions.of[shape.rank], token)
-                          : Slots{};
-  if (args.for_peers) {
-    CountRows(shape, args.tally, slots, sizeof(typename Pack::Acc));
-  }
-  if (!is_token) return;
+  sent.Report(shape, args.tally, sizeof(typename Pack::Acc));
+}
+
+/// What this rank's rows give a token of its own; one warp.
+template <typename Pack>
+__device__ void FinishOwn(const Shape& shape, const CombineGradArgs& args,
+                          int64_t token) {
+  const Slots slots = ReadSlots(shape, args.expert_ids.of[shape.rank],
+                                args.positions.of[shape.rank], token);
   const auto weight = WeightOf<typename Pack::Acc>(
       shape, args.weights.of[shape.rank], token, slots);
   auto* weight_grads =
       static_cast<typename Pack::Acc*>(args.weight_grads.of[shape.rank]) +
       token * shape.top_k;
-  const uint8_t* out_grad = args.out_grad + token * shape.row_bytes;
-  const bool is_target = args.has_boxes
-                             ? IsBoxed(args.outbox, shape, slots)
-                             : slots.is_first && slots.owner != shape.rank;
-  uint8_t* target = nullptr;
-  if (is_target) {
-    target = args.has_boxes ? PlaceIn(args.outbox, shape, slots.owner, token)
-                            : args.row_grads.of[slots.owner] +
-                                  slots.position * shape.row_bytes;
-  }
-  if (args.for_peers) {
-    CopyRow<Pack>(out_grad, target, __ballot_sync(kAllLanes, is_target),
-                  shape.row_bytes);
-  }
-  if (!args.for_own) return;
   if (Lane() < shape.top_k && !slots.has_row) weight_grads[Lane()] = 0;
-  for (unsigned bits = slots.On(shape.rank); bits != 0;) {
-    const int bit = PopBit(bits);
-    const auto grad =
-        SlotGrad<Pack>(shape, out_grad, args.rows, own,
-                       __shfl_sync(kAllLanes, slots.position, bit),
-                       __shfl_sync(kAllLanes, weight, bit));
-    if (slots.has_row && (slots.sharing >> bit & 1u) != 0) {
-      weight_grads[Lane()] = grad;
-    }
+  SlotGrads<Pack>(shape, args, args.out_grad + token * shape.row_bytes, slots,
+                  weight, weight_grads);
+}
+
+/// Blocks in this order: those that zero padding, those that send, those that
+/// finish own tokens.
+template <typename Pack>
+__global__ void __launch_bounds__(kThreads)
+    GradSend(const __grid_constant__ Shape shape,
+             const __grid_constant__ CombineGradArgs args,
+             int num_padding_blocks, int num_send_blocks) {
+  int block = static_cast<int>(blockIdx.x);
+  if (block < num_padding_blocks) {
+    ZeroPadding<typename Pack::Words>(shape, args.group_sizes,
+                                      args.row_grads.of[shape.rank], block,
+                                      num_padding_blocks);
+    return;
   }
+  block -= num_padding_blocks;
+  if (block < num_send_blocks) {
+    SendToPeers<Pack>(shape, args, block, num_send_blocks);
+    return;
+  }
+  block -= num_send_blocks;
+  const int64_t token =
+      static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock();
+  if (token < shape.num_tokens) FinishOwn<Pack>(shape, args, token);
 }
 
 template <typename Pack>
@@ -99,28 +137,15 @@ __global__ void __launch_bounds__(kThreads)
   if (here == 0) return;
   const auto weight = WeightOf<typename Pack::Acc>(
       shape, args.weights.of[source], token, slots);
-  uint8_t* const own = args.row_grads.of[shape.rank];
-  const int first = __ffs(here) - 1;
-  const int64_t first_row = __shfl_sync(kAllLanes, slots.position, first);
-  auto* weight_grads =
-      static_cast<typename Pack::Acc*>(args.weight_grads.of[source]) +
-      token * shape.top_k;
-  // Without boxes the first slot's row holds `dy` until all others have read
-  // it.
+  // Without boxes the first slot's row holds `dy`.
+  const int64_t first = __shfl_sync(kAllLanes, slots.position, __ffs(here) - 1);
   const uint8_t* const out_grad =
       args.has_boxes ? PlaceIn(args.inbox, shape, source, token)
-                     : own + first_row * shape.row_bytes;
-  for (unsigned bits = here & (here - 1);;) {
-    const int bit = bits != 0 ? PopBit(bits) : first;
-    const auto grad =
-        SlotGrad<Pack>(shape, out_grad, args.rows, own,
-                       __shfl_sync(kAllLanes, slots.position, bit),
-                       __shfl_sync(kAllLanes, weight, bit));
-    if (slots.has_row && (slots.sharing >> bit & 1u) != 0) {
-      weight_grads[Lane()] = grad;
-    }
-    if (bit == first) break;
-  }
+                     : args.row_grads.of[shape.rank] + first * shape.row_bytes;
+  SlotGrads<Pack>(
+      shape, args, out_grad, slots, weight,
+      static_cast<typename Pack::Acc*>(args.weight_grads.of[source]) +
+          token * shape.top_k);
 }
 
 template <typename W>
@@ -146,12 +171,22 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchGradSend(const Shape& shape, DType dtype,
                            const CombineGradArgs& args, cudaStream_t stream) {
-  const int num_send_blocks = NumBlocks(shape.num_tokens);
-  const int num_blocks = num_send_blocks + (args.for_own ? kPaddingBlocks : 0);
-  if (num_blocks == 0) return cudaSuccess;
+  const int num_token_blocks = NumBlocks(shape.num_tokens);
+  const int num_padding_blocks = args.for_own ? NumPaddingBlocks(shape) : 0;
+  const int num_own_blocks = args.for_own ? num_token_blocks : 0;
+  const bool has_peers = args.for_peers && HasPeerTokens(shape);
   return ForPack(dtype, shape.row_bytes, [&](auto pack) {
-    GradSend<decltype(pack)>
-        <<<num_blocks, kThreads, 0, stream>>>(shape, args, num_send_blocks);
+    int num_send_blocks = has_peers ? num_token_blocks : 0;
+    if (args.for_own) {
+      // As many bytes under way of single elements, too.
+      constexpr int kMost = kSendBlocks * (16 / sizeof(pack));
+      num_send_blocks = std::min(num_send_blocks, kMost);
+    }
+    const int num_blocks =
+        num_padding_blocks + num_send_blocks + num_own_blocks;
+    if (num_blocks == 0) return cudaSuccess;
+    GradSend<decltype(pack)><<<num_blocks, kThreads, 0, stream>>>(
+        shape, args, num_padding_blocks, num_send_blocks);
     return cudaGetLastError();
   });
 }

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "moe/cuda/rows.cuh"
 
@@ -41,14 +42,41 @@ struct Arithmetic<__nv_bfloat16> {
   }
 };
 
+/// What so many bytes are loaded as.
+template <int kBytes>
+struct WordsOf;
+template <>
+struct WordsOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordsOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordsOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordsOf<16> {
+  using Type = uint4;
+};
+
 /// N elements that are loaded and stored at once.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
   static constexpr int kSize = N;
   using Element = T;
   using Acc = typename Arithmetic<T>::Acc;
+  /// The elements before they are looked at: half the registers of halves.
+  using Words = typename WordsOf<sizeof(T) * N>::Type;
   T element[N];
 
+  __device__ static Pack Of(const Words& words) {
+    Pack pack;
+    memcpy(&pack, &words, sizeof(pack));
+    return pack;
+  }
   __device__ void AddTo(Acc (&sum)[N], Acc scale) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -94,17 +122,46 @@ cudaError_t ForPack(DType dtype, int64_t row_bytes, Launch launch) {
   return cudaErrorInvalidValue;
 }
 
-/// The vectors of a row, or of the grid's z-th part of it, for a whole warp:
-/// those past the end are -1, so that all lanes take part in the shuffles.
-template <typename Body>
-__device__ inline void ForVectors(int64_t num_vecs, Body body) {
+/// Vectors of a row that one lane takes at once. A warp has few loads on their
+/// way when each waits for the arithmetic on the one before, too few to keep
+/// the memory busy: so load a whole batch first, then calculate, then store.
+/// `kWide`: how many, of 16 bytes; single elements take fewer registers.
+template <typename Pack, int kWide>
+struct Batch {
+  static constexpr int kNumVecs = Pack::kSize > 1 ? kWide : 8;
+  using Words = typename Pack::Words[kNumVecs];
+
+  int64_t first;
+  int64_t end;
+
+  /// Calls `body(u, vec)` for each vector, the batch's u-th.
+  template <typename Body>
+  __device__ void Each(Body body) const {
+#pragma unroll
+    for (int u = 0; u < kNumVecs; ++u) {
+      const int64_t vec = first + u * kWarpSize;
+      if (vec < end) body(u, vec);
+    }
+  }
+  __device__ void Load(const uint8_t* row, Words& words) const {
+    const auto* from = reinterpret_cast<const typename Pack::Words*>(row);
+    Each([&](int u, int64_t vec) { words[u] = from[vec]; });
+  }
+};
+
+/// Calls `body` with the batches of a row, or of the grid's z-th part of it,
+/// for a whole warp: lanes past the end have empty ones and take part in the
+/// shuffles.
+template <typename Pack, int kWide, typename Body>
+__device__ inline void ForBatches(int64_t row_bytes, Body body) {
+  using RowBatch = Batch<Pack, kWide>;
+  const int64_t num_vecs = row_bytes / static_cast<int64_t>(sizeof(Pack));
   const int64_t num_steps = (num_vecs + kWarpSize - 1) / kWarpSize;
-  const int64_t per_part = (num_steps + gridDim.z - 1) / gridDim.z;
+  const int64_t per_part = (num_steps + gridDim.z - 1) / gridDim.z * kWarpSize;
   const int64_t begin = blockIdx.z * per_part;
-  const int64_t end = min(begin + per_part, num_steps);
-  for (int64_t step = begin; step < end; ++step) {
-    const int64_t vec = step * kWarpSize + Lane();
-    body(vec < num_vecs ? vec : -1);
+  const int64_t end = min(begin + per_part, num_vecs);
+  for (int64_t vec = begin; vec < end; vec += RowBatch::kNumVecs * kWarpSize) {
+    body(RowBatch{vec + Lane(), end});
   }
 }
 

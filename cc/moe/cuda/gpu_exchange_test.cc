@@ -187,7 +187,7 @@ std::vector<Case> Cases() {
       {"F16", DType::kF16},
       {"BF16", DType::kBF16}};
   for (const auto& [name, dtype] : dtypes) {
-    for (const int64_t hidden : {1, 7, 520}) {
+    for (const int64_t hidden : {1, 7, 520, 1543, 4104}) {
       cases.push_back({.name = name + "Hidden" + std::to_string(hidden),
                        .kind = Kind::kMasked,
                        .dtype = dtype,
@@ -211,6 +211,10 @@ std::vector<Case> Cases() {
                    .num_ranks = kMaxRanks,
                    .num_tokens = 30,
                    .num_experts = 2 * kMaxRanks});
+  cases.push_back({.name = "MuchPadding",
+                   .dtype = DType::kF16,
+                   .hidden = 24,
+                   .recv_capacity = 9000});
   cases.push_back({.name = "ManyTokens",
                    .dtype = DType::kBF16,
                    .num_tokens = 5000,

@@ -3,10 +3,11 @@
 namespace turbobus::moe::cuda {
 namespace {
 
-__device__ void CountBroadcast(const Shape& shape, const PackArgs& args) {
+__device__ void CountBroadcast(const Shape& shape, const PackArgs& args,
+                               int block) {
   const int peer = static_cast<int>(threadIdx.x);
-  if (args.tally.bytes == nullptr || blockIdx.x != 0 ||
-      peer >= shape.num_ranks || peer == shape.rank) {
+  if (args.tally.bytes == nullptr || block != 0 || peer >= shape.num_ranks ||
+      peer == shape.rank) {
     return;
   }
   atomicAdd(&args.tally.bytes[shape.rank * shape.num_ranks + peer],
@@ -16,23 +17,26 @@ __device__ void CountBroadcast(const Shape& shape, const PackArgs& args) {
 template <typename Vec>
 __global__ void __launch_bounds__(kThreads)
     PackRows(const __grid_constant__ Shape shape,
-             const __grid_constant__ PackArgs args, int num_copy_blocks) {
-  if (static_cast<int>(blockIdx.x) >= num_copy_blocks) {
-    const int block = static_cast<int>(blockIdx.x) - num_copy_blocks;
-    ZeroPadding<Vec>(
-        shape, args.group_sizes, args.rows,
-        static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
-        static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
+             const __grid_constant__ PackArgs args, int num_padding_blocks) {
+  const int block = static_cast<int>(blockIdx.x) - num_padding_blocks;
+  if (block < 0) {
+    ZeroPadding<Vec>(shape, args.group_sizes, args.rows,
+                     static_cast<int>(blockIdx.x), num_padding_blocks);
     return;
   }
   const int64_t token =
-      static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + WarpInBlock();
+      static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock();
   const bool is_token = token < shape.num_tokens;
   const Slots slots =
       is_token ? ReadSlots(shape, args.expert_ids, args.positions, token)
                : Slots{};
-  if (args.for_peers) CountRows(shape, args.tally, slots);
-  if (args.broadcast_bytes > 0) CountBroadcast(shape, args);
+  if (args.for_peers && args.tally.bytes != nullptr) {
+    __shared__ SentRows sent;
+    sent.Clear();
+    sent.Add(shape, slots);
+    sent.Report(shape, args.tally);
+  }
+  if (args.broadcast_bytes > 0) CountBroadcast(shape, args, block);
   if (!is_token) return;
   uint8_t* target = nullptr;
   const bool is_boxed = IsBoxed(args.outbox, shape, slots);
@@ -77,12 +81,12 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchPack(const Shape& shape, const PackArgs& args,
                        cudaStream_t stream) {
-  const int num_copy_blocks = NumBlocks(shape.num_tokens);
-  const int num_blocks = num_copy_blocks + (args.for_own ? kPaddingBlocks : 0);
+  const int num_padding_blocks = args.for_own ? NumPaddingBlocks(shape) : 0;
+  const int num_blocks = num_padding_blocks + NumBlocks(shape.num_tokens);
   if (num_blocks == 0) return cudaSuccess;
   return ForVector(shape.row_bytes, [&](auto vec) {
     PackRows<decltype(vec)>
-        <<<num_blocks, kThreads, 0, stream>>>(shape, args, num_copy_blocks);
+        <<<num_blocks, kThreads, 0, stream>>>(shape, args, num_padding_blocks);
     return cudaGetLastError();
   });
 }

@@ -200,6 +200,8 @@ inline const Case kCases[] = {
      .routing = "skewed",
      .expert_capacity = 31},
     {.name = "OddHidden", .hidden = 13},
+    {.name = "LongRows", .top_k = 5, .hidden = 4104, .dtype = DType::kBF16},
+    {.name = "LongOddRows", .top_k = 5, .hidden = 1543, .dtype = DType::kF16},
     {.name = "HiddenOfOne", .hidden = 1, .dtype = DType::kBF16},
     {.name = "Doubles", .num_ranks = 3, .num_experts = 6, .dtype = DType::kF64},
     {.name = "DoublesOdd", .hidden = 7, .dtype = DType::kF64},

@@ -1,6 +1,7 @@
 #ifndef TURBOBUS_MOE_CUDA_ROWS_CUH_
 #define TURBOBUS_MOE_CUDA_ROWS_CUH_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "moe/cuda/kernels.h"
@@ -14,9 +15,6 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kThreads = 256;
 inline constexpr int kWarpsPerBlock = kThreads / kWarpSize;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
-/// Blocks that only zero a rank's padding, beside those of the same kernel that
-/// send, so that it costs no time of its own.
-inline constexpr int kPaddingBlocks = 32;
 
 __device__ inline int Lane() { return threadIdx.x % kWarpSize; }
 __device__ inline int WarpInBlock() { return threadIdx.x / kWarpSize; }
@@ -126,31 +124,42 @@ __device__ inline bool IsBoxed(const Boxes& boxes, const Shape& shape,
   return is_first && __ffs(all) - 1 == Lane();
 }
 
-/// Counts what this block's tokens, whose slots its warps hold, send to peers:
-/// a row to each rank that has one, and `scalar_bytes` back for each choice.
-/// The whole block takes part.
-__device__ inline void CountRows(const Shape& shape, const Tally& tally,
-                                 const Slots& slots, int scalar_bytes = 0) {
-  if (tally.bytes == nullptr) return;
-  __shared__ int num_rows[kMaxRanks];
-  __shared__ int num_choices[kMaxRanks];
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer < kMaxRanks) num_rows[peer] = num_choices[peer] = 0;
-  __syncthreads();
-  if (slots.position >= 0 && slots.owner != shape.rank) {
-    if (slots.is_first) atomicAdd(&num_rows[slots.owner], 1);
-    if (scalar_bytes > 0) {
-      atomicAdd(&num_choices[slots.owner], __popc(slots.sharing));
-    }
+/// What a block's tokens send to peers: a row to each rank that has one, and
+/// what comes back for each choice. In shared memory.
+struct SentRows {
+  int num_rows[kMaxRanks];
+  int num_choices[kMaxRanks];
+
+  /// The whole block takes part, as in `Report`.
+  __device__ void Clear() {
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer < kMaxRanks) num_rows[peer] = num_choices[peer] = 0;
+    __syncthreads();
   }
-  __syncthreads();
-  if (peer >= shape.num_ranks || num_rows[peer] == 0) return;
-  atomicAdd(&tally.bytes[shape.rank * shape.num_ranks + peer],
-            static_cast<unsigned long long>(num_rows[peer] * shape.row_bytes));
-  if (scalar_bytes == 0) return;
-  atomicAdd(&tally.bytes[peer * shape.num_ranks + shape.rank],
-            static_cast<unsigned long long>(num_choices[peer]) * scalar_bytes);
-}
+  /// One token; its warp.
+  __device__ void Add(const Shape& shape, const Slots& slots) {
+    if (slots.position < 0 || slots.owner == shape.rank) return;
+    if (slots.is_first) atomicAdd(&num_rows[slots.owner], 1);
+    atomicAdd(&num_choices[slots.owner], __popc(slots.sharing));
+  }
+  /// `scalar_bytes` come back for each choice.
+  __device__ void Report(const Shape& shape, const Tally& tally,
+                         int scalar_bytes = 0) {
+    __syncthreads();
+    const int peer = static_cast<int>(threadIdx.x);
+    if (tally.bytes == nullptr || peer >= shape.num_ranks ||
+        num_rows[peer] == 0) {
+      return;
+    }
+    atomicAdd(
+        &tally.bytes[shape.rank * shape.num_ranks + peer],
+        static_cast<unsigned long long>(num_rows[peer] * shape.row_bytes));
+    if (scalar_bytes == 0) return;
+    atomicAdd(
+        &tally.bytes[peer * shape.num_ranks + shape.rank],
+        static_cast<unsigned long long>(num_choices[peer]) * scalar_bytes);
+  }
+};
 
 /// The index of the lowest set bit, which is cleared.
 __device__ inline int PopBit(unsigned& bits) {
@@ -200,14 +209,17 @@ __device__ inline void ZeroRows(uint8_t* rows, int64_t begin, int64_t end,
   }
 }
 
-/// The rows of this rank's result that no token has: behind all of them where
-/// rows are packed, behind each expert's where they are padded. Sizes that do
-/// not fit are cut, as in moe/plan.h: they are data that a caller may have
-/// changed.
+/// Zeroes the rows of this rank's result that no token has: behind all of them
+/// where rows are packed, behind each expert's where they are padded. Sizes
+/// that do not fit are cut, as in moe/plan.h: they are data that a caller may
+/// have changed. One of `num_blocks` blocks.
 template <typename Vec>
 __device__ inline void ZeroPadding(const Shape& shape,
                                    const int32_t* group_sizes, uint8_t* rows,
-                                   int64_t warp, int64_t num_warps) {
+                                   int block, int num_blocks) {
+  const int64_t warp =
+      static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock();
+  const int64_t num_warps = static_cast<int64_t>(num_blocks) * kWarpsPerBlock;
   if (shape.expert_capacity > 0) {
     for (int expert = 0; expert < shape.num_local_experts; ++expert) {
       const int64_t first =
@@ -248,6 +260,16 @@ cudaError_t ForVector(int64_t row_bytes, Launch launch) {
 
 inline int NumBlocks(int64_t num_warps) {
   return static_cast<int>((num_warps + kWarpsPerBlock - 1) / kWarpsPerBlock);
+}
+
+/// Blocks that only zero a rank's padding, beside those of the same kernel that
+/// move rows, so that it costs no time of its own: they are the first of the
+/// grid, since what begins last ends last, and as many as write as fast as the
+/// memory does, since a quarter of all rows may be padding.
+inline int NumPaddingBlocks(const Shape& shape) {
+  constexpr int64_t kBytesPerBlock = 256 << 10;
+  return static_cast<int>(std::clamp<int64_t>(
+      shape.num_rows * shape.row_bytes / kBytesPerBlock, 32, 256));
 }
 
 /// A warp for each token of each peer.

@@ -124,7 +124,7 @@ template <typename Vec>
 __global__ void __launch_bounds__(kThreads)
     Send(const __grid_constant__ Shape shape,
          const __grid_constant__ SendArgs args, int tokens_per_block,
-         int num_send_blocks) {
+         int num_padding_blocks) {
   extern __shared__ int32_t shared[];
   __shared__ int32_t ids[kMaxSlotsPerBlock];
   __shared__ int32_t rows[kMaxSlotsPerBlock];
@@ -133,24 +133,21 @@ __global__ void __launch_bounds__(kThreads)
   Bases bases(shared, shape.num_experts);
   bases.Make(shape, args.counts);
   const int first_expert = shape.rank * shape.num_local_experts;
-  if (static_cast<int>(blockIdx.x) >= num_send_blocks) {
-    const int block = static_cast<int>(blockIdx.x) - num_send_blocks;
+  const int block = static_cast<int>(blockIdx.x) - num_padding_blocks;
+  if (block < 0) {
     const int32_t* group_sizes = bases.kept + first_expert;
-    if (block == 0) {
+    if (block == -1) {
       for (int e = threadIdx.x; e < shape.num_local_experts; e += blockDim.x) {
         args.group_sizes[e] = group_sizes[e];
         args.wanted[e] = bases.wanted[first_expert + e];
       }
     }
-    ZeroPadding<Vec>(
-        shape, group_sizes, args.rows.of[shape.rank],
-        static_cast<int64_t>(block) * kWarpsPerBlock + WarpInBlock(),
-        static_cast<int64_t>(kPaddingBlocks) * kWarpsPerBlock);
+    ZeroPadding<Vec>(shape, group_sizes, args.rows.of[shape.rank],
+                     static_cast<int>(blockIdx.x), num_padding_blocks);
     return;
   }
 
-  const int64_t first_token =
-      static_cast<int64_t>(blockIdx.x) * tokens_per_block;
+  const int64_t first_token = static_cast<int64_t>(block) * tokens_per_block;
   const int num_tokens = static_cast<int>(min(
       static_cast<int64_t>(tokens_per_block), shape.num_tokens - first_token));
   const int num_slots = num_tokens * shape.top_k;
@@ -160,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const int32_t* offsets =
-      args.block_offsets + static_cast<int64_t>(blockIdx.x) * shape.num_experts;
+      args.block_offsets + static_cast<int64_t>(block) * shape.num_experts;
   for (int s = threadIdx.x; s < num_slots; s += blockDim.x) {
     const int id = ids[s];
     const int row = RowOf(shape, bases, ids, offsets, s);
@@ -275,13 +272,13 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchSend(const Shape& shape, const SendArgs& args,
                        cudaStream_t stream) {
-  const int num_send_blocks = NumPlanBlocks(shape);
+  const int num_padding_blocks = NumPaddingBlocks(shape);
+  const int num_blocks = num_padding_blocks + NumPlanBlocks(shape);
   const size_t shared_bytes =
       Bases::kNumTables * shape.num_experts * sizeof(int32_t);
   return ForVector(shape.row_bytes, [&](auto vec) {
-    Send<decltype(vec)>
-        <<<num_send_blocks + kPaddingBlocks, kThreads, shared_bytes, stream>>>(
-            shape, args, TokensPerBlock(shape), num_send_blocks);
+    Send<decltype(vec)><<<num_blocks, kThreads, shared_bytes, stream>>>(
+        shape, args, TokensPerBlock(shape), num_padding_blocks);
     return cudaGetLastError();
   });
 }
