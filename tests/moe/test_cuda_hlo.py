@@ -50,7 +50,7 @@ def compiled(cuda, f, *, depth=None):
     )
 
 
-MATMUL = re.compile(r"calls=%gemm_fusion|custom_call_target=\"__cublas")
+MATMUL = re.compile(r"calls=%\S*gemm_fusion|custom_call_target=\"__cublas")
 
 
 def order(hlo):
