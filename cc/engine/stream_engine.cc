@@ -1,6 +1,7 @@
 #include "engine/stream_engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 namespace turbobus::engine {
@@ -36,7 +37,8 @@ StreamEngine::StreamEngine(std::unique_ptr<Streams> streams,
       lanes_(std::move(lanes)),
       health_(paths_.size()),
       rivals_(paths_.size()),
-      loans_(paths_.size()) {}
+      loans_(paths_.size()),
+      num_started_(static_cast<size_t>(streams_->num_gpus())) {}
 
 StatusOr<std::unique_ptr<StreamEngine>> StreamEngine::Create(
     std::unique_ptr<Streams> streams, std::vector<topo::Path> paths,
@@ -181,7 +183,7 @@ Status StreamEngine::Join(const FlightPtr& flight, Stream stream) {
 void StreamEngine::AddStarted(int gpu, const void* buffer,
                               const FlightPtr& flight) {
   in_flight_[{gpu, buffer}].push_back(flight);
-  ++num_started_;
+  ++num_started_[gpu];
 }
 
 Status StreamEngine::OrderBehind(int gpu, Stream stream, Span read,
@@ -215,69 +217,77 @@ Status StreamEngine::OrderBehind(int gpu, Stream stream, Span read,
   return status;
 }
 
-std::vector<FlightPtr> StreamEngine::TakeStarted(const DoneRequest& request,
-                                                 bool& is_found) {
-  std::vector<FlightPtr> taken;
-  const auto take_from = [&](std::deque<FlightPtr>& started, bool takes_all) {
-    for (auto it = started.begin(); it != started.end();) {
-      if ((*it)->run != request.run) {
-        ++it;
-        continue;
-      }
-      ++(*it)->num_holders;
-      taken.push_back(*it);
-      it = started.erase(it);
-      --num_started_;
-      if (!takes_all) return;
-    }
-  };
+FlightPtr StreamEngine::TakeStarted(const DoneRequest& request) {
   const auto here = in_flight_.find({request.gpu, request.buffer});
-  if (here != in_flight_.end()) take_from(here->second, /*takes_all=*/false);
-  is_found = !taken.empty();
-  if (!is_found) {
-    // The program fails here and its buffers go: nothing may still write.
-    for (auto& [key, started] : in_flight_) {
-      if (key.first == request.gpu) take_from(started, /*takes_all=*/true);
-    }
-  }
-  std::erase_if(in_flight_,
-                [](const auto& entry) { return entry.second.empty(); });
+  if (here == in_flight_.end()) return nullptr;
+  std::deque<FlightPtr>& started = here->second;
+  const auto it = std::ranges::find(started, request.run, &Flight::run);
+  if (it == started.end()) return nullptr;
+  FlightPtr taken = std::move(*it);
+  started.erase(it);
+  if (started.empty()) in_flight_.erase(here);
+  --num_started_[request.gpu];
+  ++taken->num_holders;
   return taken;
 }
 
-Status StreamEngine::Done(const DoneRequest& request) {
+std::vector<FlightPtr> StreamEngine::TakeRun(const LeaveRequest& request) {
   std::vector<FlightPtr> taken;
-  bool is_found = false;
+  for (auto it = in_flight_.lower_bound({request.gpu, nullptr});
+       it != in_flight_.end() && it->first.first == request.gpu;) {
+    std::erase_if(it->second, [&](const FlightPtr& flight) {
+      if (flight->run != request.run) return false;
+      ++flight->num_holders;
+      taken.push_back(flight);
+      return true;
+    });
+    it = it->second.empty() ? in_flight_.erase(it) : std::next(it);
+  }
+  num_started_[request.gpu] -= std::ssize(taken);
+  return taken;
+}
+
+void StreamEngine::Release(Flight& flight, Stream joined) {
+  --flight.num_holders;
+  if (flight.stream == joined) flight.is_joined = true;
+}
+
+Status StreamEngine::Done(const DoneRequest& request) {
+  FlightPtr flight;
   {
     const std::lock_guard lock(mutex_);
-    taken = TakeStarted(request, is_found);
+    flight = TakeStarted(request);
   }
-  Status status;
-  for (const FlightPtr& flight : taken) {
-    if (!flight->is_finished) {
-      const Status joined = Join(flight, request.stream);
-      if (status.ok()) status = joined;
-    }
-    if (is_found && flight->fix.has_value() && status.ok()) {
-      status = streams_->CopyRow(flight->gpu, request.stream, *flight->fix);
-    }
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    for (const FlightPtr& flight : taken) {
-      --flight->num_holders;
-      if (flight->stream == request.stream) flight->is_joined = true;
-    }
-    if (status.ok()) status = device_error_;
-  }
-  if (!is_found) {
+  if (flight == nullptr) {
     return FailedPrecondition(
         std::string(request.call) +
         ": no transfer into this buffer is in flight. Its start and its done "
         "were separated by a copy: both must be in one body, without a loop, "
         "cond, jit or checkpoint edge in between");
   }
-  return status;
+  Status status =
+      flight->is_finished ? OkStatus() : Join(flight, request.stream);
+  if (status.ok() && flight->fix.has_value()) {
+    status = streams_->CopyRow(flight->gpu, request.stream, *flight->fix);
+  }
+  const std::lock_guard lock(mutex_);
+  Release(*flight, request.stream);
+  return status.ok() ? device_error_ : status;
+}
+
+void StreamEngine::Leave(const LeaveRequest& request) {
+  if (num_started_[request.gpu] == 0) return;
+  std::vector<FlightPtr> left;
+  {
+    const std::lock_guard lock(mutex_);
+    left = TakeRun(request);
+  }
+  for (const FlightPtr& flight : left) {
+    // If this fails the device is lost, and nothing is written any more.
+    if (!flight->is_finished) (void)Join(flight, request.stream);
+  }
+  const std::lock_guard lock(mutex_);
+  for (const FlightPtr& flight : left) Release(*flight, request.stream);
 }
 
 void StreamEngine::InjectFault(int relay) {

@@ -1,6 +1,7 @@
 #ifndef TURBOBUS_ENGINE_STREAM_ENGINE_H_
 #define TURBOBUS_ENGINE_STREAM_ENGINE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -60,6 +61,14 @@ struct DoneRequest {
   const void* buffer = nullptr;
 };
 
+/// A run of a program that is over on a GPU: all of it is on `stream`, or one
+/// of its calls has failed.
+struct LeaveRequest {
+  int gpu = 0;
+  transport::Stream stream = nullptr;
+  int64_t run = 0;
+};
+
 /// Pooled transfers for machines whose copies run on streams: every call issues
 /// all its copies at once, ordered by events, and returns. There is no control
 /// thread, nobody waits for the device, and an idle engine costs nothing.
@@ -73,7 +82,7 @@ struct DoneRequest {
 /// caller, as XLA does. The mutex is never held over a call that puts work on a
 /// stream, because such a call blocks while the stream's queue is full.
 /// Buffers belong to the caller; with events between, they are safe to reuse in
-/// stream order once `Copy` or `Done` has returned.
+/// stream order once `Copy`, `Done` or `Leave` has returned.
 class StreamEngine {
  public:
   /// `paths[i]` is path i of the statistics; each GPU needs a direct path in
@@ -85,13 +94,16 @@ class StreamEngine {
 
   /// After it, `stream` goes on when the bytes are in place.
   Status Copy(const CopyRequest& request);
-  /// The bytes are in flight until `Done`.
+  /// The bytes are in flight until `Done`, or else until `Leave`.
   Status Start(const CopyRequest& request);
   Status CopyRow(const RowRequest& request);
   Status StartRow(const RowRequest& request);
-  /// FAILED_PRECONDITION if this run has nothing in flight into the buffer;
-  /// `stream` then waits for all that the run does have in flight.
+  /// FAILED_PRECONDITION if this run has nothing in flight into the buffer.
   Status Done(const DoneRequest& request);
+  /// Makes `stream` wait for whatever the run has started and not done, and
+  /// forgets it: the buffers are about to become another's. Costs a look at a
+  /// counter if no run on the GPU has anything in flight.
+  void Leave(const LeaveRequest& request);
 
   StreamSettings settings() const;
   /// INVALID_ARGUMENT as `Validate` has it; holds for later transfers.
@@ -161,8 +173,10 @@ class StreamEngine {
                 const transport::RowCopy* fix);
   Status Join(const FlightPtr& flight, transport::Stream stream);
   void AddStarted(int gpu, const void* buffer, const FlightPtr& flight);
-  std::vector<FlightPtr> TakeStarted(const DoneRequest& request,
-                                     bool& is_found);
+  /// Null if there is none. Held until `Release`, as those of `TakeRun`.
+  FlightPtr TakeStarted(const DoneRequest& request);
+  std::vector<FlightPtr> TakeRun(const LeaveRequest& request);
+  void Release(Flight& flight, transport::Stream joined);
   Status OrderBehind(int gpu, transport::Stream stream, Span read,
                      Span written);
 
@@ -243,7 +257,8 @@ class StreamEngine {
   /// Started and not done, by (gpu, address), oldest first: several rows of one
   /// stack may be on their way.
   std::map<std::pair<int, const void*>, std::deque<FlightPtr>> in_flight_;
-  size_t num_started_ = 0;
+  /// Those in `in_flight_` by GPU; read without the mutex.
+  std::vector<std::atomic<int64_t>> num_started_;
   std::map<std::pair<int, bool>, std::vector<transport::Event>> events_;
   std::map<std::tuple<int, const void*, int32_t, int64_t>, Guesses> guesses_;
   int64_t num_guesses_ = 0;

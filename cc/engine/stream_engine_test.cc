@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -98,6 +99,7 @@ TEST(StreamEngineTest, DoneOfAnotherBufferIsAnErrorWithAName) {
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("turbobus_h2d_done"), std::string::npos);
   // The program ends here: its stream has what was in flight behind it.
+  machine.engine->Leave(machine.LeaveOf(start));
   Buffer seen;
   machine.streams->Enqueue(machine.xla[0], [&] { seen = device; });
   ASSERT_TRUE(machine.streams->Drain());
@@ -118,14 +120,80 @@ TEST(StreamEngineTest, DoneOfAnotherRunFindsNothing) {
   ASSERT_TRUE(machine.streams->Drain());
 }
 
-TEST(StreamEngineTest, AnAbandonedTransferDoesNotSpoilItsBuffersNextUse) {
+TEST(StreamEngineTest,
+     WhatARunLeavesInFlightIsOverBeforeItsBuffersAreAnothers) {
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    Machine machine(2, seed);
+    const Buffer in = Random(900 * kKiB, seed);
+    Buffer from_device = Random(900 * kKiB, seed + 1);
+    const Buffer out = from_device;
+    Buffer stack = Random(4 * 900 * kKiB, seed + 2);
+    int32_t index = 0;  // what is guessed first; only a done tells
+    const Buffer row(stack.begin(), stack.begin() + 900 * kKiB);
+    Buffer on_device(in.size());
+    Buffer on_host(out.size());
+    Buffer fetched(row.size());
+    const CopyRequest first = machine.H2d(0, in, on_device);
+    ASSERT_EQ(machine.engine->Start(first), OkStatus());
+    ASSERT_EQ(machine.engine->Start(machine.D2h(0, from_device, on_host)),
+              OkStatus());
+    ASSERT_EQ(
+        machine.engine->StartRow(machine.Row(0, stack, 4, index, fetched)),
+        OkStatus());
+    EXPECT_EQ(machine.engine->stats().num_started, 3);
+    // Another op failed. The next program's kernels know nothing of ours.
+    machine.engine->Leave(machine.LeaveOf(first));
+    EXPECT_EQ(machine.engine->stats().num_started, 0);
+    machine.streams->Enqueue(machine.xla[0], [&] {
+      EXPECT_TRUE(on_device == in) << seed;
+      EXPECT_TRUE(on_host == out) << seed;
+      EXPECT_TRUE(fetched == row) << seed;
+      for (Buffer* const buffer : {&on_device, &from_device, &fetched}) {
+        std::ranges::fill(*buffer, std::byte{7});
+      }
+    });
+    ASSERT_TRUE(machine.streams->Drain());
+    for (const Buffer* const buffer : {&on_device, &from_device, &fetched}) {
+      ASSERT_TRUE(std::ranges::count(*buffer, std::byte{7}) ==
+                  std::ssize(*buffer))
+          << seed;
+    }
+    ASSERT_TRUE(on_host == out) << seed;
+    EXPECT_EQ(machine.engine->Done(machine.DoneOf(first)).code(),
+              StatusCode::kFailedPrecondition);
+    EXPECT_EQ(machine.engine->stats().num_in_flight, 0);
+  }
+}
+
+TEST(StreamEngineTest, ARunThatEndsLeavesOthersAlone) {
+  Machine machine(2);
+  const Buffer host = Random(900 * kKiB, 1);
+  Buffer of_other_run(host.size());
+  Buffer of_other_gpu(host.size());
+  const CopyRequest other_gpu = machine.H2d(1, host, of_other_gpu);
+  CopyRequest other_run = machine.H2d(0, host, of_other_run);
+  other_run.run = 2;
+  ASSERT_EQ(machine.engine->Start(other_run), OkStatus());
+  ASSERT_EQ(machine.engine->Start(other_gpu), OkStatus());
+  machine.engine->Leave({.gpu = 0, .stream = machine.xla[0], .run = 1});
+  EXPECT_EQ(machine.engine->stats().num_started, 2);
+  ASSERT_EQ(machine.engine->Done(machine.DoneOf(other_run)), OkStatus());
+  ASSERT_EQ(machine.engine->Done(machine.DoneOf(other_gpu)), OkStatus());
+  machine.engine->Leave(machine.LeaveOf(other_run));
+  machine.engine->Leave(machine.LeaveOf(other_gpu));
+  EXPECT_EQ(machine.engine->stats().num_started, 0);
+  ASSERT_TRUE(machine.streams->Drain());
+  EXPECT_EQ(of_other_run, host);
+  EXPECT_EQ(of_other_gpu, host);
+}
+
+TEST(StreamEngineTest, ATransferInFlightDoesNotSpoilItsBuffersNextUse) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     Machine machine(2, seed);
     const Buffer old = Random(900 * kKiB, seed);
     const Buffer fresh = Random(900 * kKiB, seed + 1);
     Buffer device(old.size());
     ASSERT_EQ(machine.engine->Start(machine.H2d(0, old, device)), OkStatus());
-    // Its program failed; another one got the buffer.
     CopyRequest next = machine.H2d(0, fresh, device);
     next.run = 2;
     ASSERT_EQ(machine.engine->Copy(next), OkStatus());
@@ -220,6 +288,41 @@ TEST(StreamEngineTest, DisabledOrPageableOrSmallIsOnePlainCopy) {
   EXPECT_EQ(direct->size_bytes, 2 * 900 * kKiB + 9 * kKiB);
   EXPECT_EQ(direct->num_blocks, 3);
   EXPECT_EQ(device, big);
+}
+
+TEST(StreamEngineTest, DisabledStartsAreOneCopyBesideTheProgram) {
+  StreamSettings settings = SmallBlocks();
+  settings.is_disabled = true;
+  Machine machine(2, 1, settings);
+  const Buffer host = Random(900 * kKiB, 1);
+  Buffer device(host.size());
+  Buffer row(host.size() / 3);
+  Buffer stack = host;
+  int32_t index = 1;
+  bool has_computed = false;
+  const CopyRequest start = machine.H2d(0, host, device);
+  RowRequest row_start = machine.Row(0, stack, 3, index, row);
+  ASSERT_EQ(machine.engine->Start(start), OkStatus());
+  ASSERT_EQ(machine.engine->StartRow(row_start), OkStatus());
+  machine.streams->Enqueue(machine.xla[0], [] {}, [&] { return has_computed; });
+  EXPECT_EQ(machine.streams->num_copies, 1);
+  EXPECT_EQ(machine.streams->num_yields, 0);
+  // While the program computes:
+  EXPECT_FALSE(machine.streams->Drain());
+  EXPECT_EQ(device, host);
+  EXPECT_TRUE(
+      std::ranges::equal(row, std::span(host).subspan(row.size(), row.size())));
+  has_computed = true;
+  ASSERT_EQ(machine.engine->Done(machine.DoneOf(start)), OkStatus());
+  ASSERT_EQ(machine.engine->Done({.call = "done",
+                                  .gpu = 0,
+                                  .stream = machine.xla[0],
+                                  .run = row_start.run,
+                                  .buffer = row.data()}),
+            OkStatus());
+  EXPECT_TRUE(machine.streams->Drain());
+  EXPECT_EQ(machine.engine->stats().num_pooled, 0);
+  EXPECT_EQ(machine.BytesOver(0, 1), 0);
 }
 
 TEST(StreamEngineTest, HandlersOfSeveralDevicesMayCallAtOnce) {

@@ -202,8 +202,9 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   const bool is_h2d = request.direction == Direction::kH2d;
   const void* const host = is_h2d ? request.src : request.dst;
   const void* const device = is_h2d ? request.dst : request.src;
-  if (settings_.is_disabled || direct_path < 0 ||
-      (size < settings_.min_pooled_bytes && !is_start) ||
+  if (direct_path < 0 ||
+      (!is_start &&
+       (settings_.is_disabled || size < settings_.min_pooled_bytes)) ||
       streams_->KindOf(host) != MemoryKind::kPinnedHost ||
       streams_->KindOf(device) != MemoryKind::kDevice) {
     return OkStatus();
@@ -221,7 +222,7 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   std::vector<sched::SplitLane> split = {
       LaneFor(direct_path, direct, request.stream)};
   std::vector<IssuePlan::Relay> relays;
-  if (size >= settings_.min_pooled_bytes) {
+  if (size >= settings_.min_pooled_bytes && !settings_.is_disabled) {
     for (const int path :
          UsableRelays(request.gpu, request.direction, device)) {
       const int relay = paths_[path].relay;
@@ -255,7 +256,9 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
   plan.direct_round = direct == nullptr ? nullptr : direct->round;
   plan.direct_bytes = shares[0];
   plan.direct_block_bytes =
-      std::max(settings_.block_bytes, shares[0] / kMaxBlocks + 1);
+      settings_.is_disabled
+          ? size
+          : std::max(settings_.block_bytes, shares[0] / kMaxBlocks + 1);
   plan.relay_block_bytes =
       std::min(lanes_.slot_bytes(), RelayBlock(size, settings_.block_bytes));
   plan.is_lock_step = settings_.is_lock_step;

@@ -17,8 +17,6 @@ using transport::Stream;
 constexpr int64_t kMinJudgedBytes = 1 << 20;
 constexpr size_t kMaxSpans = 1 << 20;
 constexpr size_t kMaxRecent = 256;
-/// A program that fails between start and done leaves its transfer behind.
-constexpr size_t kMaxAbandoned = 4096;
 /// Within it, times from an event are exact to two microseconds.
 constexpr int64_t kEpochNs = 20'000'000'000;
 
@@ -65,14 +63,6 @@ void StreamEngine::Poll() {
   }
   std::erase_if(flights_,
                 [](const FlightPtr& flight) { return flight->is_finished; });
-  if (num_started_ > kMaxAbandoned) {
-    for (auto& [key, started] : in_flight_) {
-      num_started_ -= std::erase_if(
-          started, [](const FlightPtr& f) { return f->is_finished; });
-    }
-    std::erase_if(in_flight_,
-                  [](const auto& entry) { return entry.second.empty(); });
-  }
 }
 
 void StreamEngine::Finish(const FlightPtr& flight) {

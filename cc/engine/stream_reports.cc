@@ -12,6 +12,7 @@ StreamStats StreamEngine::stats() {
   StreamStats stats = stats_;
   stats.now_ns = streams_->NowNs();
   stats.num_in_flight = static_cast<int64_t>(flights_.size());
+  for (const auto& number : num_started_) stats.num_started += number;
   stats.num_guessed_stacks = static_cast<int64_t>(guesses_.size());
   for (auto& [key, guesses] : guesses_) {
     ReadSeen(guesses);

@@ -125,7 +125,9 @@ Status StreamEngine::PlanRow(const RowRequest& request, bool is_start,
   const Direction direction = DirectionOf(request);
   const int direct_path = PathIndex(request.gpu, topo::kNoRelay, direction);
   plan.direct_bytes = size;
-  if (settings_.is_disabled || direct_path < 0) return OkStatus();
+  if (direct_path < 0 || (settings_.is_disabled && !is_start)) {
+    return OkStatus();
+  }
   Poll();
   DirectLane* const direct =
       is_start ? lanes_.PickDirect(request.gpu, direction, request.stream)

@@ -45,7 +45,8 @@ struct StreamSettings {
   double late_factor = 1.25;
   int64_t direct_latency_ns = 4'000;
   int64_t relay_latency_ns = 40'000;
-  /// Every transfer is one copy on XLA's own stream.
+  /// Every transfer is one copy: on XLA's own stream, or beside it on the GPU's
+  /// own link if it was started.
   bool is_disabled = false;
   /// Keeps the time of every block.
   bool is_traced = false;
@@ -98,6 +99,8 @@ struct StreamStats {
   /// Stacks whose next row is guessed.
   int64_t num_guessed_stacks = 0;
   int64_t num_in_flight = 0;
+  /// Neither done nor left by their runs.
+  int64_t num_started = 0;
   int64_t staging_bytes = 0;
   int64_t num_events = 0;
   /// Host time of the latest calls that issued copies.

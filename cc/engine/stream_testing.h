@@ -104,6 +104,9 @@ class Machine {
             .run = start.run,
             .buffer = start.dst};
   }
+  LeaveRequest LeaveOf(const CopyRequest& start) {
+    return {.gpu = start.gpu, .stream = start.stream, .run = start.run};
+  }
   RowRequest Row(int gpu, Buffer& stack, int32_t num_rows, int32_t& index,
                  Buffer& row, bool is_store = false) {
     streams->device.insert(row.data());

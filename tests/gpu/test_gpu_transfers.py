@@ -403,6 +403,40 @@ def test_a_transfer_that_xla_copied_is_an_error_with_a_name(gpu):
     assert_same_bytes(jax.jit(tb.to_device)(h), h)
 
 
+def test_what_is_in_flight_is_awaited_where_another_op_ends_the_program(gpu):
+    """Else it would write into memory that has become another's, or read it."""
+    size = 256 * MIB
+    h, d = on_host(random(size, np.uint8, 1), gpu), on_device(np.arange(1000), gpu)
+    sent = on_device(random(size // 2, np.uint8, 2), gpu)
+
+    def refused(d):
+        # By XLA: it has one operand.
+        return jax.ffi.ffi_call("turbobus_h2d_copy", jax.typeof(d))(d, d)
+
+    def program(d, h, sent):
+        return tb.overlap(refused, d, fetch=h, offload=sent + 1)
+
+    def num_started():
+        raw = engine_of_gpus.engine().raw()
+        assert raw["num_started"] == 0
+        return raw["num_direct"] + raw["num_pooled"]
+
+    program = jax.jit(program).lower(d, h, sent).compile()
+    fill = jax.jit(lambda: jnp.full(size, 7, jnp.uint8)).lower().compile()
+    before = num_started() if PLATFORM == "cuda" else None
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="number of arguments"):
+            jax.block_until_ready(program(d, h, sent))
+        # The allocator gives the memory that was fetched into.
+        filled = jax.block_until_ready(fill())
+        assert_same_bytes(jax.jit(tb.to_device)(h), h)  # behind what was left
+        assert (filled == 7).all()
+        del filled
+    if PLATFORM == "cuda":
+        # Each time one in and one out, then one more of ours.
+        assert num_started() - before == 9
+
+
 def test_lowered_calls_run_under_other_flags(gpu):
     """Also amid operations that XLA puts into command buffers."""
     x = random((9 * MIB // 4,), np.int32)

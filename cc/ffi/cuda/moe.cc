@@ -253,7 +253,7 @@ XLA_FFI_DEFINE_HANDLER(kFinish, Finish,
 
 }  // namespace
 
-std::vector<StateType> CudaStateTypes() {
+std::vector<StateType> CudaMoeStateTypes() {
   return {{"turbobus_moe_side_run", &SideRun::id, &kSideRunInfo}};
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -18,12 +19,14 @@
 #include "xla/ffi/api/ffi.h"
 
 // The handlers of docs/ffi.md for CUDA devices. They issue and return: nothing
-// here waits for a device.
+// here waits for a device. If another op fails between a start and its done,
+// the run's end waits for the transfer (`SideRun`).
 
 namespace turbobus::ffi {
 namespace {
 
 using engine::CopyRequest;
+using engine::LeaveRequest;
 using engine::RowRequest;
 using engine::StreamEngine;
 using topo::Direction;
@@ -51,6 +54,37 @@ std::byte* Bytes(AnyBuffer buffer) {
 
 bool IsShared(AnyBuffer a, AnyBuffer b) {
   return a.untyped_data() == b.untyped_data();
+}
+
+/// XLA has one for each start while it enqueues a run on a device. It destroys
+/// them when all is enqueued or an op has failed, before anybody else has the
+/// run's buffers: nothing in flight then may read or write them later.
+class SideRun {
+ public:
+  static xla::ffi::TypeId id;
+
+  SideRun(StreamEngine& engine, const LeaveRequest& run)
+      : engine_(engine), run_(run) {}
+  ~SideRun() { engine_.Leave(run_); }
+  SideRun(const SideRun&) = delete;
+  SideRun& operator=(const SideRun&) = delete;
+
+ private:
+  StreamEngine& engine_;
+  const LeaveRequest run_;
+};
+
+xla::ffi::TypeId SideRun::id = XLA_FFI_UNKNOWN_TYPE_ID;
+// Behind the class: of an incomplete one the destructor would not be called.
+constexpr xla::ffi::TypeInfo kSideRunInfo = xla::ffi::MakeTypeInfo<SideRun>();
+
+xla::ffi::ErrorOr<std::unique_ptr<SideRun>> BeginSideRun(
+    Stream stream, int32_t gpu, RunId run, xla::ffi::RemainingArgs /*args*/,
+    xla::ffi::RemainingRets /*results*/, xla::ffi::Dictionary /*attributes*/) {
+  const StatusOr<StreamEngine*> engine = ProcessStreamEngine();
+  if (!engine.ok()) return xla::ffi::Unexpected(ToError(engine.status()));
+  return std::make_unique<SideRun>(
+      **engine, LeaveRequest{.gpu = gpu, .stream = stream, .run = run.run_id});
 }
 
 /// What every handler is bound to.
@@ -232,6 +266,17 @@ auto BindDone() {
       .Ret<AnyBuffer>();
 }
 
+auto BindSideRun() {
+  return xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+      .Ctx<xla::ffi::PlatformStream<Stream>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Ctx<RunId>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+XLA_FFI_DEFINE_HANDLER(kBeginSideRun, BeginSideRun, BindSideRun());
 XLA_FFI_DEFINE_HANDLER(kH2dCopy, H2d<false>, BindH2d());
 XLA_FFI_DEFINE_HANDLER(kH2dStart, H2d<true>, BindH2d());
 XLA_FFI_DEFINE_HANDLER(kD2hCopy, D2h<false>, BindD2h());
@@ -245,13 +290,22 @@ XLA_FFI_DEFINE_HANDLER(kD2hDone, D2hDone, BindDone());
 
 }  // namespace
 
+std::vector<StateType> CudaOffloadStateTypes() {
+  return {{"turbobus_offload_side_run", &SideRun::id, &kSideRunInfo}};
+}
+
 std::vector<Target> CudaOffloadTargets() {
   return {
-      {"turbobus_h2d_copy", kH2dCopy}, {"turbobus_h2d_start", kH2dStart},
-      {"turbobus_d2h_copy", kD2hCopy}, {"turbobus_d2h_start", kD2hStart},
-      {"turbobus_fetch", kFetch},      {"turbobus_fetch_start", kFetchStart},
-      {"turbobus_store", kStore},      {"turbobus_store_start", kStoreStart},
-      {"turbobus_h2d_done", kH2dDone}, {"turbobus_d2h_done", kD2hDone},
+      {"turbobus_h2d_copy", kH2dCopy},
+      {"turbobus_h2d_start", kH2dStart, kBeginSideRun},
+      {"turbobus_d2h_copy", kD2hCopy},
+      {"turbobus_d2h_start", kD2hStart, kBeginSideRun},
+      {"turbobus_fetch", kFetch},
+      {"turbobus_fetch_start", kFetchStart, kBeginSideRun},
+      {"turbobus_store", kStore},
+      {"turbobus_store_start", kStoreStart, kBeginSideRun},
+      {"turbobus_h2d_done", kH2dDone},
+      {"turbobus_d2h_done", kD2hDone},
   };
 }
 

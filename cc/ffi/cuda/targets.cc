@@ -2,6 +2,12 @@
 
 namespace turbobus::ffi {
 
+std::vector<StateType> CudaStateTypes() {
+  std::vector<StateType> types = CudaOffloadStateTypes();
+  for (const StateType& type : CudaMoeStateTypes()) types.push_back(type);
+  return types;
+}
+
 std::vector<Target> CudaTargets() {
   std::vector<Target> targets = CudaOffloadTargets();
   for (const Target& target : CudaMoeTargets()) targets.push_back(target);

@@ -18,6 +18,9 @@ struct StateType {
 /// All types of states that handlers of the CUDA library make.
 std::vector<StateType> CudaStateTypes();
 
+std::vector<StateType> CudaOffloadStateTypes();
+std::vector<StateType> CudaMoeStateTypes();
+
 /// The handlers of docs/ffi.md for CUDA devices.
 std::vector<Target> CudaOffloadTargets();
 

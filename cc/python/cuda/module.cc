@@ -163,6 +163,7 @@ py::dict Stats() {
       "num_guesses_right"_a = stats.num_guesses_right,
       "num_guesses_wrong"_a = stats.num_guesses_wrong,
       "num_in_flight"_a = stats.num_in_flight,
+      "num_started"_a = stats.num_started,
       "staging_bytes"_a = stats.staging_bytes,
       "num_events"_a = stats.num_events, "handler_ns"_a = stats.handler_ns);
 }
