@@ -4,10 +4,9 @@ import pathlib
 import sys
 
 from jax_turbobus import _compat as _compat
+from jax_turbobus._version import __version__
 
 _compat.check_jax_version()
-
-__version__ = "0.1.0"
 
 
 def _add_installed_core() -> None:
@@ -39,6 +38,7 @@ from jax_turbobus.offload import (  # noqa: E402
 )
 
 __all__ = [
+    "__version__",
     "configure",
     "configured",
     "device_put",

@@ -1,8 +1,8 @@
 """Where the measured speeds of this machine's links are kept.
 
-One JSON file a machine. A file that is older than the driver, that names other
-GPUs or that cannot be read is ignored, and why is said. What it says of exchanges
-may be missing or damaged for itself: the rest is used all the same.
+One JSON file a machine. A file of another version of the driver or of this package,
+that names other GPUs or that cannot be read is ignored, and why is said. What it says
+of exchanges may be missing or damaged for itself: the rest is used all the same.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any
 
 from jax_turbobus import _profile_exchange
 from jax_turbobus._profile_exchange import Exchange, is_amount
+from jax_turbobus._version import __version__
 
 __all__ = ["VERSION", "PathRate", "Profile", "default_path", "load", "save"]
 
@@ -44,18 +45,21 @@ class Profile:
     """What `python -m jax_turbobus profile` measured.
 
     Attributes:
+      made_by: version of jax_turbobus.
       driver: version of the NVIDIA driver.
       gpus: UUIDs.
       date: UTC, ISO 8601.
-      block_bytes: the smallest block that reaches 99 % of the best rate.
+      block_bytes: the smallest block that reaches 98 % of the best rate of each kind
+        of path.
       yield_kind: the cheapest way to let others in between blocks.
       paths: rates.
       groups: UUIDs of GPUs that share a link upstream, by group.
-      sweep: rate of a direct lane by block size and yield, for a reader.
+      sweep: rates by kind of path, block size and yield, for a reader.
       exchange: what was measured of exchanges between the GPUs; None: nothing.
       why_no_exchange: why not, if so.
     """
 
+    made_by: str
     driver: str
     gpus: tuple[str, ...]
     date: str
@@ -125,6 +129,11 @@ def load(
         profile = _parse(data)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         return None, f"{path} is no profile of version {VERSION}: {error!r}"
+    if profile.made_by != __version__:
+        return None, (
+            f"{path} is of jax_turbobus {profile.made_by or 'without a version'}, this "
+            f"is {__version__}; run `python -m jax_turbobus profile` again"
+        )
     if driver and profile.driver != driver:
         return None, f"{path} is of driver {profile.driver}, this is {driver}"
     unknown = [uuid for uuid in gpus if uuid not in profile.gpus]
@@ -159,6 +168,7 @@ def _parse(data: Any) -> Profile:
     if block_bytes <= 0:
         raise ValueError(f"block_bytes {block_bytes}")
     return Profile(
+        made_by=str(data.get("made_by", "")),
         driver=str(data["driver"]),
         gpus=tuple(map(str, data["gpus"])),
         date=str(data["date"]),

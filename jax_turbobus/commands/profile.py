@@ -77,7 +77,8 @@ def _show(found: profile.Profile) -> None:
     for row in found.sweep:
         if "block_bytes" in row:
             print(
-                f"  blocks of {row['block_bytes'] >> 20:3} MiB, yield {row['yield']:6} "
+                f"  {row['path']:11} blocks of {row['block_bytes'] >> 20:3} MiB, "
+                f"yield {row['yield']:6} "
                 f"{row['bytes_per_s'] / 1e9:7.1f} GB/s"
             )
         else:

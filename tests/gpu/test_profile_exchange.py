@@ -10,6 +10,7 @@ from gpu_programs import run_python
 from jax_turbobus import __main__, _ffi, _measure_exchange, _profile_file, gpu, profile
 from jax_turbobus._profile_exchange import Exchange, PairRate
 from jax_turbobus._profile_file import PathRate, Profile
+from jax_turbobus._version import __version__
 from jax_turbobus.commands import _findings
 from jax_turbobus.commands import profile as command
 from jax_turbobus.moe import _measured, _starts
@@ -32,6 +33,7 @@ def exchange(**changes):
 
 def make(part):
     return Profile(
+        made_by=__version__,
         driver="580.1",
         gpus=(A, B),
         date="2026-11-30T00:00:00+00:00",

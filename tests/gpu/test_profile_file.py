@@ -1,5 +1,6 @@
 """Profiles of other machines, old drivers and broken files are not used."""
 
+import itertools
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ from gpu_programs import gpus
 
 from jax_turbobus import _gpu_paths, _profile_file, profile, topology
 from jax_turbobus._profile_file import PathRate, Profile
+from jax_turbobus._version import __version__
 from jax_turbobus.commands import top
 
 A, B = "aaaa", "bbbb"
@@ -15,6 +17,7 @@ A, B = "aaaa", "bbbb"
 
 def make(**changes):
     fields = {
+        "made_by": __version__,
         "driver": "580.1",
         "gpus": (A, B),
         "date": "2026-11-30T00:00:00+00:00",
@@ -56,6 +59,15 @@ def test_a_stale_or_foreign_profile_is_ignored_with_a_reason(
     loaded, why = _profile_file.load(path, driver=driver, gpus=gpus)
     assert loaded is None
     assert reason in why
+
+
+@pytest.mark.parametrize("version", ["0.0.9", ""])
+def test_a_profile_of_another_version_is_ignored_with_a_reason(tmp_path, version):
+    path = tmp_path / "profile.json"
+    _profile_file.save(make(made_by=version), path)
+    loaded, why = _profile_file.load(path, driver="580.1", gpus=[A])
+    assert loaded is None
+    assert f"jax_turbobus {version or 'without a version'}, this is" in why
 
 
 def broken_files():
@@ -103,24 +115,78 @@ def test_the_environment_names_another_file(monkeypatch, tmp_path):
 
 def test_links_that_do_not_add_up_are_one_group():
     uuids = ["a", "b", "c", "d"]
-    alone = dict.fromkeys(uuids, 50e9)
-    together = {
-        ("a", "b"): 52e9,
-        ("a", "c"): 100e9,
-        ("a", "d"): 99e9,
-        ("b", "c"): 98e9,
-        ("b", "d"): 100e9,
-        ("c", "d"): 99e9,
+    shares = dict.fromkeys(itertools.combinations(uuids, 2), 0.98) | {("a", "b"): 0.52}
+    assert profile.link_groups(uuids, shares) == (("a", "b"),)
+    shares["c", "d"] = 0.5
+    assert profile.link_groups(uuids, shares) == (("a", "b"), ("c", "d"))
+    shares["b", "c"] = 0.5
+    assert profile.link_groups(uuids, shares) == (("a", "b", "c", "d"),)
+
+
+def test_the_smallest_block_within_two_percent_is_taken():
+    rates = {1: 40.0, 4: 53.2, 16: 54.0}
+    assert profile.smallest_good_block(rates) == 4
+    # Every kind of path counts.
+    assert profile.smallest_good_block(rates, {1: 50.0, 4: 52.0, 16: 54.0}) == 16
+
+
+class Links:
+    """Two GPUs that share a link for what comes out, on which blocks pay otherwise."""
+
+    def __init__(self):
+        self.kinds = []
+
+    def gpus(self):
+        return [{"uuid": A}, {"uuid": B}]
+
+    def settings(self):
+        return {"block_bytes": 8 << 20}
+
+    def stats(self):
+        ways = ("h2d", "d2h")
+        pairs = ((0, None), (0, 1), (1, None), (1, 0))
+        return {
+            "paths": [
+                {"gpu": gpu, "relay": relay, "direction": way, "dropped": ""}
+                for gpu, relay in pairs
+                for way in ways
+            ]
+        }
+
+    def yield_kind(self):
+        return "word"
+
+    def set_yield_kind(self, kind):
+        self.kinds.append(kind)
+
+    def measure(self, indices, size, block):
+        paths = [self.stats()["paths"][i] for i in indices]
+        share = 0.5 if [p["direction"] for p in paths] == ["d2h", "d2h"] else 1.0
+        good = (4 << 20) if paths[0]["relay"] is None else (8 << 20)
+        rate = 50e9 * (1.0 if block >= good else 0.7)
+        rate *= 1.0 if self.kinds[-1] == "word" else 0.9
+        return [share * rate] * len(paths)
+
+
+def test_what_links_do_is_found(monkeypatch):
+    library = Links()
+    monkeypatch.setattr(profile._ffi, "cuda", lambda: library)
+    monkeypatch.setattr(profile.gpu, "engine", lambda: object())
+    monkeypatch.setattr(profile, "_exchange", lambda *_: (None, "not asked"))
+    found = profile.measure(repeats=1)
+    # They add up inwards, not outwards: neither helps the other.
+    assert found.groups == ((A, B),)
+    # Own links would do with 4 MiB.
+    assert (found.block_bytes, found.yield_kind) == (8 << 20, "word")
+    assert {row["path"] for row in found.sweep if "path" in row} == {
+        "h2d",
+        "d2h",
+        "h2d relayed",
+        "d2h relayed",
     }
-    assert profile.link_groups(uuids, alone, together) == (("a", "b"),)
-    together["c", "d"] = 50e9
-    assert profile.link_groups(uuids, alone, together) == (("a", "b"), ("c", "d"))
-    together["b", "c"] = 50e9
-    assert profile.link_groups(uuids, alone, together) == (("a", "b", "c", "d"),)
-
-
-def test_the_smallest_block_within_one_percent_is_taken():
-    assert profile.smallest_good_block({1: 40.0, 4: 53.6, 16: 54.0}) == 4
+    assert library.kinds[-1] == "word"
+    assert all(rate.bytes_per_s == pytest.approx(50e9) for rate in found.paths)
+    assert len(found.paths) == 8
 
 
 def test_a_rate_leaves_out_what_starting_and_ending_take():

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_turbobus import gpu, moe
 from jax_turbobus._profile_exchange import Exchange, PairRate
 from jax_turbobus._profile_file import Profile
+from jax_turbobus._version import __version__
 from jax_turbobus.moe import _choice, _measured, _routing, _starts, _volume
 
 MIB = 1 << 20
@@ -148,6 +149,7 @@ def engine(exchange):
         most_mailed_bytes=MIB,
     )
     profile = Profile(
+        made_by=__version__,
         driver="1",
         gpus=(A, B),
         date="2026-12-01",
