@@ -17,13 +17,6 @@ bool IsOneOf(const Words& words, std::string_view text) {
   return std::ranges::find(words, text) != words.end();
 }
 
-std::string Lower(std::string text) {
-  for (char& c : text) {
-    c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  }
-  return text;
-}
-
 }  // namespace
 
 std::string EnvironmentText(const char* variable) {
@@ -35,18 +28,25 @@ std::string EnvironmentText(const char* variable) {
   return text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
 }
 
+std::string EnvironmentWord(const char* variable) {
+  std::string text = EnvironmentText(variable);
+  for (char& c : text) {
+    c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  }
+  return text;
+}
+
 bool IsSwitchedOff(const char* variable) {
-  return IsOneOf(kOff, Lower(EnvironmentText(variable)));
+  return IsOneOf(kOff, EnvironmentWord(variable));
 }
 
 Status CheckSwitch(const char* variable) {
-  const std::string text = EnvironmentText(variable);
-  const std::string word = Lower(text);
-  if (text.empty() || IsOneOf(kOn, word) || IsOneOf(kOff, word)) {
+  const std::string word = EnvironmentWord(variable);
+  if (word.empty() || IsOneOf(kOn, word) || IsOneOf(kOff, word)) {
     return OkStatus();
   }
   return InvalidArgument(std::string(variable) + ": expected 1 or 0, got '" +
-                         text + "'");
+                         EnvironmentText(variable) + "'");
 }
 
 }  // namespace turbobus

@@ -12,6 +12,9 @@ namespace turbobus {
 /// environment.
 std::string EnvironmentText(const char* variable);
 
+/// The same in lower case.
+std::string EnvironmentWord(const char* variable);
+
 /// Whether an environment variable switches something off that is on: 0, false,
 /// no or off, in any case, as for switches that Python reads.
 bool IsSwitchedOff(const char* variable);

@@ -21,6 +21,12 @@ TEST(EnvironmentTest, SpaceAroundAValueIsNoPartOfIt) {
   unsetenv(kVariable);
 }
 
+TEST(EnvironmentTest, AWordHasNoCapitals) {
+  setenv(kVariable, " CUDA_Async ", 1);
+  EXPECT_EQ(EnvironmentWord(kVariable), "cuda_async");
+  unsetenv(kVariable);
+}
+
 TEST(EnvironmentTest, OffIsWhatPythonTakesForOff) {
   unsetenv(kVariable);
   EXPECT_FALSE(IsSwitchedOff(kVariable));

@@ -94,9 +94,10 @@ StatusOr<BlockingMeeting::Records> BlockingMeeting::Meet(const CallKey& key,
       meeting->op != who.op || meeting->is_present[who.rank]) {
     FailLocked(
         key, *meeting,
-        Internal(who.op + ": rank " + std::to_string(who.rank) + " of " +
-                 std::to_string(who.num_ranks) + " came to " + meeting->op +
-                 " of " + std::to_string(meeting->is_present.size()) +
+        Internal(std::string(who.op) + ": rank " + std::to_string(who.rank) +
+                 " of " + std::to_string(who.num_ranks) + " came to " +
+                 meeting->op + " of " +
+                 std::to_string(meeting->is_present.size()) +
                  " ranks; the devices issue different calls: an exchange "
                  "inside lax.cond must be taken by all ranks or none"));
     return meeting->status;
@@ -122,14 +123,15 @@ StatusOr<BlockingMeeting::Records> BlockingMeeting::Meet(const CallKey& key,
     }
     lock.lock();
     if (!changed_.wait_for(lock, limit, is_over)) {
-      FailLocked(key, *meeting,
-                 DeadlineExceeded(
-                     who.op + ": waited " + std::to_string(limit.count()) +
-                     " ms for rank(s) " + MissingRanks(meeting->is_present) +
-                     " of " + std::to_string(who.num_ranks) + " in meeting " +
-                     std::to_string(phase) +
-                     ": they failed, run another program, or are late; "
-                     "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S sets the limit"));
+      FailLocked(
+          key, *meeting,
+          DeadlineExceeded(std::string(who.op) + ": waited " +
+                           std::to_string(limit.count()) + " ms for rank(s) " +
+                           MissingRanks(meeting->is_present) + " of " +
+                           std::to_string(who.num_ranks) + " in meeting " +
+                           std::to_string(phase) +
+                           ": they failed, run another program, or are late; "
+                           "JAX_TURBOBUS_EXCHANGE_TIMEOUT_S sets the limit"));
     }
   }
   if (!meeting->status.ok()) return meeting->status;
@@ -141,7 +143,7 @@ void BlockingMeeting::Fail(const CallKey& key, const Rank& who,
   const std::lock_guard lock(mutex_);
   if (failed_.contains(key)) return;
   const Status status = reason.WithContext(
-      who.op + ": rank " + std::to_string(who.rank) + " failed");
+      std::string(who.op) + ": rank " + std::to_string(who.rank) + " failed");
   bool is_told = false;
   const std::vector<std::shared_ptr<Phase>> phases = [&] {
     std::vector<std::shared_ptr<Phase>> found;

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -47,7 +48,7 @@ class BlockingMeeting {
   using Records = std::shared_ptr<const std::vector<Record>>;
 
   struct Rank {
-    std::string op;  // As in "dispatch over axis 'expert'".
+    std::string_view op;  // As in "dispatch over axis 'expert'".
     int rank = 0;
     int num_ranks = 1;
   };

@@ -99,11 +99,12 @@ def gpu_checks(
                 f"not use: host buffers will lie on the far side",
                 "run it with `numactl --cpunodebind` on that node, or on all nodes",
             )
-    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "cuda_async":
+    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "cuda_async":
         yield Check(
             "note",
-            "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: its memory cannot be handed to "
-            "another process, so a node service is not used",
+            "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async: its memory is closed to other "
+            "GPUs and processes: transfers use no other GPU's link and no node "
+            "service, and exchanges go through host memory",
         )
 
 

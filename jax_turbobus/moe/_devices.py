@@ -110,7 +110,8 @@ def why_through_host(ctx: Any) -> str | None:
     gpus = sorted({d.local_hardware_id for d in _mesh(ctx).devices.flat})
     for gpu, peer in itertools.permutations(gpus, 2):
         if not library.can_access_peer(gpu, peer):
-            return f"GPU {gpu} cannot reach the memory of GPU {peer}"
+            reason: str = library.why_no_peer_access(gpu, peer)
+            return reason
     return None
 
 

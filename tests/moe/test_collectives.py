@@ -172,6 +172,11 @@ class Library:
     def __init__(self, can_access_peer):
         self.can_access_peer = can_access_peer
 
+    def why_no_peer_access(self, gpu, peer):
+        if self.can_access_peer(gpu, peer):
+            return ""
+        return f"GPU {gpu} cannot reach the memory of GPU {peer}: a test says so"
+
 
 def lowered_for_gpus(monkeypatch, library):
     monkeypatch.setattr(_devices._compat, "has_cuda_devices", lambda: True)
@@ -194,7 +199,7 @@ def test_gpus_without_peer_access_exchange_through_host_memory(monkeypatch, capl
     assert "turbobus_moe_combine" in lowered
     assert "reduce_scatter" not in lowered
     said = "combine over 'x': packed, through host memory: GPU 1 cannot reach the"
-    assert f"{said} memory of GPU 0" in caplog.text
+    assert f"{said} memory of GPU 0: a test says so" in caplog.text
 
 
 def test_gpus_with_peer_access_have_nothing_to_say(monkeypatch, caplog):

@@ -63,10 +63,11 @@ def test_doctor_warns_about_what_makes_gpus_slower_or_unused(tmp_path):
     assert "nvcc" in texts(gpu_findings(tmp_path, nvml, has_cuda=False), "broken")
     unused = gpu_findings(tmp_path, nvml, has_cuda=False, num_jax_gpus=0)
     assert "nvcc" in texts(unused, "warn")
-    asynchronous = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
-    assert "another process" in texts(
-        gpu_findings(tmp_path, nvml, environ=asynchronous)
-    )
+    for name in ("cuda_async", "CUDA_ASYNC"):
+        asynchronous = {"XLA_PYTHON_CLIENT_ALLOCATOR": name}
+        assert "exchanges go through host memory" in texts(
+            gpu_findings(tmp_path, nvml, environ=asynchronous)
+        )
     # Bound to the other socket's processors.
     far = gpu_findings(tmp_path, nvml, node_cpus={"numa0": frozenset({4, 5})})
     assert "numactl" in texts(far, "warn")

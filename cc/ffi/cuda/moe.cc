@@ -1,10 +1,13 @@
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
 #include "ffi/cuda/moe_calls.h"
+#include "ffi/cuda/nvtx_range.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/error.h"
 #include "ffi/moe_operands.h"
@@ -33,8 +36,9 @@ enum class Way { kInline, kStart };
 /// finished.
 template <typename Exchange>
 Status RunBeside(const GpuContext& program,
-                 const std::vector<AnyBuffer>& results, Exchange exchange) {
+                 std::initializer_list<AnyBuffer> results, Exchange exchange) {
   std::vector<const void*> addresses;
+  addresses.reserve(results.size());
   for (const AnyBuffer& result : results) {
     addresses.push_back(result.untyped_data());
   }
@@ -82,10 +86,14 @@ xla::ffi::ErrorOr<std::unique_ptr<SideRun>> BeginSideRun(
       SideStreams::Program{device, run_id.run_id, stream});
 }
 
+/// `op` and `axis` are for profilers.
 template <Way kWay, typename Exchange>
-Error Run(const GpuContext& program, const std::vector<AnyBuffer>& results,
-          Exchange exchange) {
-  if constexpr (kWay == Way::kInline) {
+Error Run(std::string_view op, std::string_view axis, const GpuContext& program,
+          std::initializer_list<AnyBuffer> results, Exchange exchange) {
+  constexpr bool kIsStart = kWay == Way::kStart;
+  const NvtxRange range(
+      {"turbobus ", kIsStart ? "start of " : "", op, " over axis ", axis});
+  if constexpr (!kIsStart) {
     return ToError(exchange(program));
   } else {
     return ToError(RunBeside(program, results, exchange));
@@ -97,7 +105,7 @@ Error Dispatch(cudaStream_t stream, int32_t device, RunId run_id,
                AnyBuffer tokens, AnyBuffer expert_ids, Result rows,
                Result group_sizes, Result wanted, Result slots) {
   return Run<Way::kInline>(
-      OnStream(stream, device, run_id, scratch),
+      "dispatch", exchange.axis, OnStream(stream, device, run_id, scratch),
       {*rows, *group_sizes, *wanted, *slots}, [&](const GpuContext& context) {
         return DispatchOnGpu(context, exchange, tokens, expert_ids, *rows,
                              *group_sizes, *wanted, *slots);
@@ -111,7 +119,7 @@ Error DispatchStart(cudaStream_t stream, int32_t device, RunId run_id,
                     Result group_sizes, Result wanted, Result slots,
                     AnyBuffer early) {
   return Run<Way::kStart>(
-      OnStream(stream, device, run_id, scratch),
+      "dispatch", exchange.axis, OnStream(stream, device, run_id, scratch),
       {*rows, *group_sizes, *wanted, *slots}, [&](const GpuContext& context) {
         return DispatchOnGpu(context, exchange, tokens, expert_ids, *rows,
                              *group_sizes, *wanted, *slots, &early);
@@ -132,6 +140,7 @@ Error Count(cudaStream_t stream, int32_t device, RunId run_id,
     expert_ids.push_back(*ids);
     slots.push_back(**result);
   }
+  const NvtxRange range({"turbobus count over axis ", count.axis});
   return ToError(CountOnGpu(OnStream(stream, device, run_id, scratch), count,
                             expert_ids, slots));
 }
@@ -141,7 +150,8 @@ Error Combine(cudaStream_t stream, int32_t device, RunId run_id,
               xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
               AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
               AnyBuffer weights, Result sums) {
-  return Run<kWay>(OnStream(stream, device, run_id, scratch), {*sums},
+  return Run<kWay>("combine", exchange.axis,
+                   OnStream(stream, device, run_id, scratch), {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
                                          slots, &weights, *sums);
@@ -153,7 +163,8 @@ Error DispatchGrad(cudaStream_t stream, int32_t device, RunId run_id,
                    xla::ffi::ScratchAllocator scratch, GpuExchange exchange,
                    AnyBuffer rows, AnyBuffer expert_ids, AnyBuffer slots,
                    Result sums) {
-  return Run<kWay>(OnStream(stream, device, run_id, scratch), {*sums},
+  return Run<kWay>("dispatch's gradient", exchange.axis,
+                   OnStream(stream, device, run_id, scratch), {*sums},
                    [&](const GpuContext& context) {
                      return CombineOnGpu(context, exchange, rows, expert_ids,
                                          slots, nullptr, *sums);
@@ -166,7 +177,8 @@ Error CombineGrad(cudaStream_t stream, int32_t device, RunId run_id,
                   AnyBuffer sum_grads, AnyBuffer rows, AnyBuffer expert_ids,
                   AnyBuffer slots, AnyBuffer weights, AnyBuffer group_sizes,
                   Result row_grads, Result weight_grads) {
-  return Run<kWay>(OnStream(stream, device, run_id, scratch),
+  return Run<kWay>("combine's gradient", exchange.axis,
+                   OnStream(stream, device, run_id, scratch),
                    {*row_grads, *weight_grads}, [&](const GpuContext& context) {
                      return CombineGradOnGpu(
                          context, exchange, sum_grads, rows, expert_ids, slots,
@@ -179,6 +191,7 @@ Error CombineGrad(cudaStream_t stream, int32_t device, RunId run_id,
 Error Finish(cudaStream_t stream, int32_t device, RunId run_id,
              std::string_view op, xla::ffi::RemainingArgs args,
              xla::ffi::RemainingRets results) {
+  const NvtxRange range({"turbobus finish of ", op});
   Status copied;
   std::vector<const void*> addresses;
   for (size_t i = 0; i < results.size(); ++i) {

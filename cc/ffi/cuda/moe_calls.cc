@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/cuda/for_peers.h"
 #include "ffi/moe_checks.h"
 #include "moe/cuda/events.h"
 
@@ -53,12 +54,42 @@ DType ToDType(moe::Element element) {
   return DType::kOther;
 }
 
-/// Entry `batch` of a buffer that has `num_batches` of them.
+/// Entry `batch` of bytes that are `num_batches` of them.
+template <typename T = uint8_t>
+T* Entry(const DeviceBytes& bytes, int64_t batch, int64_t num_batches) {
+  return reinterpret_cast<T*>(bytes.data +
+                              batch * (bytes.size_bytes / num_batches));
+}
+
 template <typename T = uint8_t>
 T* Entry(const AnyBuffer& buffer, int64_t batch, int64_t num_batches) {
-  return reinterpret_cast<T*>(static_cast<uint8_t*>(buffer.untyped_data()) +
-                              batch * (buffer.size_bytes() / num_batches));
+  return Entry<T>({static_cast<uint8_t*>(buffer.untyped_data()),
+                   static_cast<int64_t>(buffer.size_bytes())},
+                  batch, num_batches);
 }
+
+/// What peers read of a combine, and of its gradient.
+struct Tables {
+  DeviceBytes expert_ids;
+  DeviceBytes slots;
+  DeviceBytes weights;  // Null without.
+
+  static StatusOr<Tables> For(const GpuContext& context, const Caller& caller,
+                              const AnyBuffer& expert_ids,
+                              const AnyBuffer& slots,
+                              const AnyBuffer* weights) {
+    Tables tables;
+    TB_ASSIGN_OR_RETURN(
+        tables.expert_ids,
+        ReadableByPeers(context, caller, expert_ids, "expert_ids"));
+    TB_ASSIGN_OR_RETURN(tables.slots,
+                        ReadableByPeers(context, caller, slots, "slots"));
+    if (weights == nullptr) return tables;
+    TB_ASSIGN_OR_RETURN(tables.weights,
+                        ReadableByPeers(context, caller, *weights, "weights"));
+    return tables;
+  }
+};
 
 /// Calls `run(batch, num_batches)` for each entry of the leading axes;
 /// `decoded` is their number. An error before the meeting is told to the ranks
@@ -164,6 +195,7 @@ Status DispatchOnGpu(const GpuContext& context, const GpuExchange& exchange,
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   tokens, expert_ids, rows));
     TB_RETURN_IF_ERROR(CheckPlan(sizes, group_sizes, wanted, slots));
+    TB_RETURN_IF_ERROR(CheckWritableByPeers(caller, rows, "rows"));
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     // With one choice a token has at most one row: nothing to expand.
     call.is_deduplicated = call.shape.top_k > 1;
@@ -229,6 +261,7 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
   moe::cuda::GpuCombine call;
+  Tables tables;
   const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sums, expert_ids, rows));
@@ -238,15 +271,17 @@ Status CombineOnGpu(const GpuContext& context, const GpuExchange& exchange,
     call.dtype = ToDType(element);
     call.is_counted = exchange.is_counted;
     call.has_weights = weights != nullptr;
+    TB_ASSIGN_OR_RETURN(
+        tables, Tables::For(context, caller, expert_ids, slots, weights));
     TB_ASSIGN_OR_RETURN(call.scratch,
                         context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;
   };
   return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
     call.rows = Entry(rows, batch, num_batches);
-    call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
-    call.slots = Entry<int32_t>(slots, batch, num_batches);
-    if (weights != nullptr) call.weights = Entry(*weights, batch, num_batches);
+    call.expert_ids = Entry<int32_t>(tables.expert_ids, batch, num_batches);
+    call.slots = Entry<int32_t>(tables.slots, batch, num_batches);
+    call.weights = Entry(tables.weights, batch, num_batches);
     call.sums = Entry(sums, batch, num_batches);
     return RunCombine(caller, call);
   });
@@ -262,6 +297,7 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
   TB_ASSIGN_OR_RETURN(Caller caller,
                       FindCaller(context, exchange, attributes.op));
   moe::cuda::GpuCombineGrad call;
+  Tables tables;
   const auto decode = [&]() -> StatusOr<int64_t> {
     TB_ASSIGN_OR_RETURN(const Sizes sizes, Decode(attributes, caller.num_ranks,
                                                   sum_grads, expert_ids, rows));
@@ -271,6 +307,11 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
     TB_ASSIGN_OR_RETURN(call.shape, ToShape(sizes, caller));
     call.dtype = ToDType(element);
     call.is_counted = exchange.is_counted;
+    TB_ASSIGN_OR_RETURN(
+        tables, Tables::For(context, caller, expert_ids, slots, &weights));
+    TB_RETURN_IF_ERROR(CheckWritableByPeers(caller, row_grads, "row_grads"));
+    TB_RETURN_IF_ERROR(
+        CheckWritableByPeers(caller, weight_grads, "weight_grads"));
     TB_ASSIGN_OR_RETURN(call.scratch,
                         context.allocate(ScratchBytes(caller, call)));
     return sizes.config.num_batches;
@@ -278,9 +319,9 @@ Status CombineGradOnGpu(const GpuContext& context, const GpuExchange& exchange,
   return ForBatches(caller, decode(), [&](int64_t batch, int64_t num_batches) {
     call.sum_grads = Entry(sum_grads, batch, num_batches);
     call.rows = Entry(rows, batch, num_batches);
-    call.expert_ids = Entry<int32_t>(expert_ids, batch, num_batches);
-    call.slots = Entry<int32_t>(slots, batch, num_batches);
-    call.weights = Entry(weights, batch, num_batches);
+    call.expert_ids = Entry<int32_t>(tables.expert_ids, batch, num_batches);
+    call.slots = Entry<int32_t>(tables.slots, batch, num_batches);
+    call.weights = Entry(tables.weights, batch, num_batches);
     call.group_sizes = Entry<int32_t>(group_sizes, batch, num_batches);
     call.row_grads = Entry(row_grads, batch, num_batches);
     call.weight_grads = Entry(weight_grads, batch, num_batches);

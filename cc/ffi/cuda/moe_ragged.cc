@@ -4,7 +4,9 @@
 #include <vector>
 
 #include "base/status.h"
+#include "ffi/cuda/for_peers.h"
 #include "ffi/cuda/moe_calls.h"
+#include "ffi/cuda/nvtx_range.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/error.h"
 #include "moe/cuda/events.h"
@@ -95,8 +97,9 @@ StatusOr<DType> DecodeDType(const AnyBuffer& rows) {
 
 /// Reads what both directions have: `operand` and `output` are the shapes of
 /// the forward call.
-Status DecodeSizes(const Caller& caller, const AnyBuffer& table,
-                   const Rows& operand, const Rows& output, GpuRagged& call) {
+Status DecodeSizes(const GpuContext& context, const Caller& caller,
+                   const AnyBuffer& table, const Rows& operand,
+                   const Rows& output, GpuRagged& call) {
   if (operand.num_batches != output.num_batches ||
       operand.row_bytes != output.row_bytes) {
     return InvalidArgument("operand and output must agree on batches and rows");
@@ -121,7 +124,9 @@ Status DecodeSizes(const Caller& caller, const AnyBuffer& table,
                 .operand_rows = operand.num_rows,
                 .output_rows = output.num_rows,
                 .row_bytes = operand.row_bytes};
-  call.table = static_cast<const int32_t*>(table.untyped_data());
+  TB_ASSIGN_OR_RETURN(const DeviceBytes readable,
+                      ReadableByPeers(context, caller, table, "table"));
+  call.table = reinterpret_cast<const int32_t*>(readable.data);
   return OkStatus();
 }
 
@@ -134,7 +139,8 @@ Status PreparePush(const GpuContext& context, const Caller& caller,
                    GpuRagged& call) {
   TB_ASSIGN_OR_RETURN(const Rows in, DecodeRows(operand, "operand"));
   TB_ASSIGN_OR_RETURN(const Rows out, DecodeRows(result, "output"));
-  TB_RETURN_IF_ERROR(DecodeSizes(caller, table, in, out, call));
+  TB_RETURN_IF_ERROR(DecodeSizes(context, caller, table, in, out, call));
+  TB_RETURN_IF_ERROR(CheckWritableByPeers(caller, result, "output"));
   call.source = static_cast<const uint8_t*>(operand.untyped_data());
   call.result = static_cast<uint8_t*>(result.untyped_data());
   if (call.source < call.result + out.size_bytes() &&
@@ -168,9 +174,11 @@ Status PrepareSum(const GpuContext& context, const Caller& caller,
                   const AnyBuffer& result, GpuRagged& call) {
   TB_ASSIGN_OR_RETURN(const Rows out, DecodeRows(cotangent, "cotangent"));
   TB_ASSIGN_OR_RETURN(const Rows in, DecodeRows(result, "result"));
-  TB_RETURN_IF_ERROR(DecodeSizes(caller, table, in, out, call));
+  TB_RETURN_IF_ERROR(DecodeSizes(context, caller, table, in, out, call));
   TB_ASSIGN_OR_RETURN(call.dtype, DecodeDType(cotangent));
-  call.source = static_cast<const uint8_t*>(cotangent.untyped_data());
+  TB_ASSIGN_OR_RETURN(const DeviceBytes readable,
+                      ReadableByPeers(context, caller, cotangent, "cotangent"));
+  call.source = readable.data;
   call.result = static_cast<uint8_t*>(result.untyped_data());
   TB_ASSIGN_OR_RETURN(
       call.scratch,
@@ -183,6 +191,7 @@ Status PrepareSum(const GpuContext& context, const Caller& caller,
 template <typename Prepare>
 Error Run(const GpuContext& context, const RaggedExchange& exchange,
           Prepare prepare, Status (*run)(const Caller&, const GpuRagged&)) {
+  const NvtxRange range({"turbobus ", kOp, " over axis ", exchange.axis});
   const auto status = [&]() -> Status {
     TB_ASSIGN_OR_RETURN(const Caller caller,
                         FindCaller(context, exchange.Whole(), kOp));

@@ -1,5 +1,4 @@
 #include <cuda_runtime_api.h>
-#include <nvtx3/nvToolsExt.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +8,7 @@
 
 #include "base/status.h"
 #include "engine/stream_engine.h"
+#include "ffi/cuda/nvtx_range.h"
 #include "ffi/cuda/process_stream_engine.h"
 #include "ffi/cuda/targets.h"
 #include "ffi/error.h"
@@ -37,15 +37,11 @@ using Result = xla::ffi::Result<AnyBuffer>;
 using Stream = cudaStream_t;
 
 /// A call's name on the profiler's time line, and its place on the device.
-class Scope {
- public:
-  explicit Scope(const char* call) { nvtxRangePushA(call); }
-  ~Scope() { nvtxRangePop(); }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
+struct Scope {
+  explicit Scope(const char* call) : range({call}) {}
 
- private:
-  transport::cuda::DeviceGuard guard_;
+  const NvtxRange range;
+  const transport::cuda::DeviceGuard guard;
 };
 
 std::byte* Bytes(AnyBuffer buffer) {

@@ -61,9 +61,9 @@ void Visit::Part() {
   }
 }
 
-Status Visit::Meet(std::vector<const void*> addresses) {
+Status Visit::Meet(std::initializer_list<const void*> addresses) {
   std::vector<uint64_t> values;
-  values.reserve(addresses.size());
+  values.reserve(addresses.size() + 1);  // The event's, too.
   for (const void* address : addresses) {
     values.push_back(reinterpret_cast<uint64_t>(address));
   }
@@ -122,8 +122,12 @@ Status Visit::Try(std::vector<uint64_t> values, std::shared_ptr<void> keep) {
   BlockingMeeting::Record record;
   record.values = std::move(values);
   record.values.push_back(reinterpret_cast<uint64_t>(event.get()));
-  record.keep = std::make_shared<std::pair<SharedEvent, std::shared_ptr<void>>>(
-      event, std::move(keep));
+  if (keep == nullptr) {
+    record.keep = event;
+  } else {
+    using Both = std::pair<SharedEvent, std::shared_ptr<void>>;
+    record.keep = std::make_shared<Both>(event, std::move(keep));
+  }
   TB_ASSIGN_OR_RETURN(
       BlockingMeeting::Records records,
       caller_.meeting->Meet(caller_.key, phase_++, Who(), std::move(record)));

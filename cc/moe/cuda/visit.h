@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -31,7 +32,7 @@ class Visit {
   /// Tells the others that all before this is enqueued here, and makes the
   /// stream wait until it is done everywhere. `addresses` are swapped. Blocks
   /// until all ranks have come, or its time is over.
-  Status Meet(std::vector<const void*> addresses = {});
+  Status Meet(std::initializer_list<const void*> addresses = {});
 
   /// The same with values of any meaning, and what has to live until the visits
   /// of all ranks are over.

@@ -2,11 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
-#include <mutex>
 #include <utility>
-
-#include "base/environment.h"
 
 namespace turbobus::moe::cuda {
 namespace {
@@ -19,33 +15,20 @@ int NumDevices() {
   return count;
 }
 
-bool ReachEachOther(int a, int b) { return CanReach(a, b) && CanReach(b, a); }
+bool ReachEachOther(transport::PeerAccess& access, int a, int b) {
+  return access.Has(a, b) && access.Has(b, a);
+}
 
 }  // namespace
 
-bool CanReach(int from, int to) {
-  static const bool is_forbidden = IsSwitchedOff("JAX_TURBOBUS_PEER_ACCESS");
-  if (is_forbidden) return false;
-  if (from == to) return true;
-  static std::mutex mutex;
-  static auto* const known = new std::map<std::pair<int, int>, bool>;
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = known->try_emplace({from, to}, false);
-  if (is_new) {
-    int can_access = 0;
-    entry->second =
-        cudaDeviceCanAccessPeer(&can_access, from, to) == cudaSuccess &&
-        can_access != 0;
-    if (!entry->second) (void)cudaGetLastError();
-  }
-  return entry->second;
-}
-
-Wiring Wiring::Of(std::vector<int> devices, Schedule schedule) {
+Wiring Wiring::Of(std::vector<int> devices, Schedule schedule,
+                  transport::PeerAccess* access) {
   Wiring wiring;
+  wiring.access = access;
   for (const int from : devices) {
     for (const int to : devices) {
-      if (from != to && !CanReach(from, to)) wiring.is_direct = false;
+      // All are asked, so that each is let in that can be.
+      if (!access->Has(from, to)) wiring.is_direct = false;
     }
   }
   wiring.devices = std::move(devices);
@@ -59,11 +42,11 @@ Path Wiring::Between(int from_rank, int to_rank) const {
   const int to = devices[to_rank];
   // Ranks that share a GPU do so in tests of what GPUs do that share nothing.
   if (from == to) return {};
-  if (ReachEachOther(from, to)) return {.kind = Path::Kind::kPeer};
+  if (ReachEachOther(*access, from, to)) return {.kind = Path::Kind::kPeer};
   if (!has_relays) return {};
   for (int relay = 0; relay < NumDevices(); ++relay) {
-    if (relay != from && relay != to && ReachEachOther(relay, from) &&
-        ReachEachOther(relay, to)) {
+    if (relay != from && relay != to && ReachEachOther(*access, relay, from) &&
+        ReachEachOther(*access, relay, to)) {
       return {.kind = Path::Kind::kRelay, .relay = relay};
     }
   }

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "moe/traffic.h"
+#include "transport/cuda/process_peer_access.h"
+#include "transport/peer_access.h"
 
 namespace turbobus::moe::cuda {
 
@@ -20,11 +22,6 @@ struct Path {
 
   friend bool operator==(const Path&, const Path&) = default;
 };
-
-/// Whether kernels of GPU `from` reach the memory of GPU `to`. Never if
-/// JAX_TURBOBUS_PEER_ACCESS is 0. Asks the driver once for each pair;
-/// thread-safe.
-bool CanReach(int from, int to);
 
 /// Kernels reach host memory at 25-50 GB/s, copy engines at 45, but only after
 /// another meeting and a wait of the host: a dispatch of 1 MiB takes 0.08 ms by
@@ -45,9 +42,13 @@ struct Wiring {
   int64_t most_mailed_bytes = kMostMailedBytes;
   /// Whether a third GPU may carry what host memory otherwise would.
   bool has_relays = false;
+  /// Which GPUs reach each other. Not owned.
+  transport::PeerAccess* access = &transport::cuda::ProcessPeerAccess();
 
-  /// Of `devices` under a schedule, by what the driver says.
-  static Wiring Of(std::vector<int> devices, Schedule schedule);
+  /// Of `devices` under a schedule.
+  static Wiring Of(
+      std::vector<int> devices, Schedule schedule,
+      transport::PeerAccess* access = &transport::cuda::ProcessPeerAccess());
 
   Path Between(int from_rank, int to_rank) const;
 };

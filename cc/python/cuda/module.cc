@@ -23,6 +23,7 @@
 #include "python/cuda/settings.h"
 #include "transport/cuda/cuda_streams.h"
 #include "transport/cuda/device_guard.h"
+#include "transport/cuda/process_peer_access.h"
 
 namespace turbobus::python {
 namespace {
@@ -33,6 +34,7 @@ using engine::StreamEngine;
 using engine::StreamSettings;
 using transport::cuda::CudaStreams;
 using transport::cuda::DeviceGuard;
+using transport::cuda::ProcessPeerAccess;
 using transport::cuda::YieldKind;
 
 /// (gpu, relay or None, "h2d" or "d2h", bytes per second)
@@ -304,10 +306,21 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("gpus", &Gpus, "The GPUs of this process, by CUDA ordinal.");
   module.def(
       "can_access_peer",
-      [](int relay, int gpu) { return Cuda().CanAccessPeer(relay, gpu); },
+      [](int relay, int gpu) {
+        const py::gil_scoped_release release;
+        return ProcessPeerAccess().Has(relay, gpu);
+      },
       "relay"_a, "gpu"_a,
-      "Whether two GPUs may reach each other's memory "
-      "(JAX_TURBOBUS_PEER_ACCESS=0: never).");
+      "Whether GPU `relay` reaches the memory of GPU `gpu`, which this lets it "
+      "(JAX_TURBOBUS_PEER_ACCESS=0, or an allocator that lets no peer in: "
+      "never).");
+  module.def(
+      "why_no_peer_access",
+      [](int relay, int gpu) {
+        const py::gil_scoped_release release;
+        return ProcessPeerAccess().Check(relay, gpu).message();
+      },
+      "relay"_a, "gpu"_a, "Why it does not; empty if it does.");
   module.def(
       "set_exchange_timeout",
       [](double seconds) {

@@ -9,6 +9,8 @@
 #include "transport/cuda/cuda_status.h"
 #include "transport/cuda/device_guard.h"
 #include "transport/cuda/driver.h"
+#include "transport/cuda/peer_memory.h"
+#include "transport/cuda/process_peer_access.h"
 #include "transport/cuda/row_copy.h"
 
 namespace turbobus::transport::cuda {
@@ -103,13 +105,6 @@ CudaStreams::~CudaStreams() {
   (void)cudaGetLastError();
 }
 
-bool CudaStreams::CanAccessPeer(int relay, int gpu) const {
-  if (IsSwitchedOff("JAX_TURBOBUS_PEER_ACCESS")) return false;
-  int can_access = 0;
-  return cudaDeviceCanAccessPeer(&can_access, relay, gpu) == cudaSuccess &&
-         can_access != 0;
-}
-
 int64_t CudaStreams::NowNs() const {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -176,24 +171,8 @@ void CudaStreams::Free(void* memory) {
 }
 
 Status CudaStreams::EnablePeerAccess(int relay, int gpu) {
-  const DeviceGuard guard;
-  if (!CanAccessPeer(relay, gpu) || !CanAccessPeer(gpu, relay)) {
-    return Unavailable("GPU " + std::to_string(relay) + " and GPU " +
-                       std::to_string(gpu) +
-                       " have no access to each other's memory");
-  }
-  for (const auto& [from, to] :
-       {std::pair(relay, gpu), std::pair(gpu, relay)}) {
-    TB_CUDA_RETURN_IF_ERROR(cudaSetDevice(from));
-    const cudaError_t error = cudaDeviceEnablePeerAccess(to, 0);
-    // XLA does it too.
-    if (error == cudaErrorPeerAccessAlreadyEnabled) {
-      (void)cudaGetLastError();
-    } else {
-      TB_RETURN_IF_ERROR(ToStatus(error, "cudaDeviceEnablePeerAccess"));
-    }
-  }
-  return OkStatus();
+  TB_RETURN_IF_ERROR(ProcessPeerAccess().Check(relay, gpu));
+  return ProcessPeerAccess().Check(gpu, relay);
 }
 
 Status CudaStreams::LockLender(int gpu) {
@@ -320,27 +299,7 @@ MemoryKind CudaStreams::KindOf(const void* pointer) {
 }
 
 Status CudaStreams::CheckPeerAccess(int relay, const void* device_pointer) {
-  TB_CUDA_RETURN_IF_ERROR(cudaSetDevice(relay));
-  const Driver& driver = Driver::Get();
-  const auto address = reinterpret_cast<CUdeviceptr>(device_pointer);
-  unsigned flags = 0;
-  if (driver.pointer_get_attribute != nullptr &&
-      driver.pointer_get_attribute(&flags, CU_POINTER_ATTRIBUTE_ACCESS_FLAGS,
-                                   address) == CUDA_SUCCESS &&
-      flags == CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE) {
-    return OkStatus();
-  }
-  const CUmemLocation location = {.type = CU_MEM_LOCATION_TYPE_DEVICE,
-                                  .id = relay};
-  unsigned long long access = 0;
-  if (driver.mem_get_access != nullptr &&
-      driver.mem_get_access(&access, &location, address) == CUDA_SUCCESS &&
-      access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
-    return OkStatus();
-  }
-  return Unavailable("GPU " + std::to_string(relay) +
-                     " cannot reach this memory: its allocator gives peers no "
-                     "access");
+  return AskForPeerMemory(relay, device_pointer);
 }
 
 }  // namespace turbobus::transport::cuda

@@ -46,7 +46,6 @@ class CudaStreams : public Streams {
   ~CudaStreams() override;
 
   const std::vector<GpuInfo>& gpus() const { return gpus_; }
-  bool CanAccessPeer(int relay, int gpu) const;
   void set_yield_kind(YieldKind kind) { yield_kind_ = kind; }
   YieldKind yield_kind() const { return yield_kind_; }
 
