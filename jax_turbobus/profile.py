@@ -3,7 +3,8 @@
 What is measured, by the engine's own lanes on otherwise idle GPUs: each link
 alone and both directions together, each relay path, pairs of GPUs together (two
 that do not add up share a link upstream), and block sizes with each way to yield.
-Then exchanges between GPUs: slots, rates and starts (docs/gpu_exchange.md).
+Then exchanges between GPUs: slots, rates and starts
+(docs/gpu_exchange_packed.md, "What `profile` measures").
 """
 
 import datetime

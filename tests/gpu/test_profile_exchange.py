@@ -132,7 +132,7 @@ def test_a_part_of_another_kind_is_damaged(tmp_path, part):
 
 
 def test_the_least_memory_within_two_percent_is_taken():
-    # On 2 x H200: docs/gpu_exchange.md.
+    # On 2 x H200: docs/gpu_exchange_packed.md.
     table = {
         (2, 1): 32.2, (2, 2): 39.1, (2, 4): 42.7, (2, 8): 45.5,
         (3, 1): 37.3, (3, 2): 42.6, (3, 4): 44.5, (3, 8): 45.5,
