@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    from jax_turbobus.demo import session
+    from jax_turbobus.demo import options, session
 
     try:
         wanted = args.devices or (_EMULATED_DEVICES if args.emulate else _CPU_DEVICES)
         # JAX would make any number of them before we could refuse it.
         _make_cpu_devices(min(wanted, _MOST_CPU_DEVICES))
-        session.run(session.from_arguments(args))
+        session.run(options.from_arguments(args))
     except BrokenPipeError:
         raise  # nobody reads any more: `main` ends quietly
     except (ValueError, OSError) as error:

@@ -1,21 +1,16 @@
 """One run of the demo, from text to pictures."""
 
-import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 import numpy as np
 
 from jax_turbobus import moe
-from jax_turbobus.bench import _options
 from jax_turbobus.demo import (
     backends,
     compare,
@@ -26,102 +21,119 @@ from jax_turbobus.demo import (
     text,
     timeline,
 )
-from jax_turbobus.demo.model import ModelConfig
 from jax_turbobus.demo.observe import Recorder
+from jax_turbobus.demo.options import (
+    Options,
+    choose_devices,
+    load_emulation,
+    make_places,
+)
 from jax_turbobus.demo.progress import ProgressBar
 from jax_turbobus.demo.timeline import Span
 from jax_turbobus.demo.traffic import ExchangeBytes
-from jax_turbobus.demo.train import Point, Step, TrainConfig, Trainer
+from jax_turbobus.demo.train import Point, Step, Trainer
 
-__all__ = ["Options", "choose_devices", "from_arguments", "run"]
+__all__ = ["run"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the command line chose.
+class _Setup:
+    """All that a training needs, made before anything is printed."""
+
+    options: Options
+    emulation: emulate.Emulation | None
+    corpus: text.Corpus
+    devices: list[jax.Device]
+    trainer: Trainer
+
+    @property
+    def is_on_gpus(self) -> bool:
+        return self.devices[0].platform == "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """What a training left behind.
 
     Attributes:
-      backend: a name from `backends.BACKENDS`.
-      text: files to train on; the standard library's sources if there are none.
-      num_devices: how many to use; None takes as many as the experts allow.
-      emulate: name or file of a topology whose links to emulate, or None.
-      out: folder for the pictures and the trace.
-      json: file for the figures, or None.
-      sample_bytes: how much the model writes at the end, a prompt.
-      model: sizes of the model.
-      train: length and speed of the training.
+      steps: in order.
+      held_out: losses on text that was not trained on; the first from before it.
+      exchanged: what experts' rows moved.
+      recorder: what host transfers moved, and when.
     """
 
-    backend: str = "turbobus"
-    text: tuple[Path, ...] = ()
-    num_devices: int | None = None
-    emulate: str | None = None
-    out: Path = Path("turbobus-demo")
-    json: Path | None = None
-    sample_bytes: int = 320
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    steps: list[Step]
+    held_out: list[Point]
+    exchanged: ExchangeBytes
+    recorder: Recorder
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the median step."""
+        ends = [0.0, *(step.seconds for step in self.steps)]
+        return float(np.median(np.diff(ends)))
 
 
-def from_arguments(args: argparse.Namespace) -> Options:
-    """Returns the options that parsed command-line arguments ask for.
-
-    Args:
-      args: see `jax_turbobus.commands.demo`.
-
-    Raises:
-      ValueError: an argument is out of range; the message names it.
-    """
-    train = TrainConfig(seed=args.seed)
-    if args.steps is not None:
-        if args.steps < 1:
-            raise ValueError(f"--steps: expected at least 1, got {args.steps}")
-        train = dataclasses.replace(train, num_steps=args.steps)
-    if args.seed < 0:
-        raise ValueError(f"--seed: expected 0 or more, got {args.seed}")
-    if args.devices is not None and args.devices < 1:
-        raise ValueError(f"--devices: expected at least 1, got {args.devices}")
-    _options.check_folder("--out", args.out)
-    if args.json is not None:
-        _options.check_file("--json", args.json)
-    return Options(
-        backend=args.backend,
-        text=tuple(args.text),
-        num_devices=args.devices,
-        emulate=args.emulate,
-        out=args.out,
-        json=args.json,
-        train=train,
-    )
-
-
-def choose_devices(
-    options: Options, available: Sequence[jax.Device]
-) -> list[jax.Device]:
-    """Returns the devices to use: a number that divides experts and batch.
+def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
+    """Trains, writes the files, prints the report.
 
     Args:
       options: the command line's choices.
-      available: what JAX found.
+      stdout: where the report goes; progress goes to stderr.
+
+    Returns:
+      The figures that ``--json`` writes.
 
     Raises:
-      ValueError: `--devices` asks for more than there are, or doesn't divide.
+      ValueError: an option or a text cannot be used; the message names it.
     """
-    fits = [
-        count
-        for count in range(1, len(available) + 1)
-        if options.model.num_experts % count == 0 and options.train.batch % count == 0
-    ]
-    count = options.num_devices
-    if count is None:
-        count = fits[-1]
-    if count not in fits:
-        raise ValueError(
-            f"--devices: expected one of {', '.join(map(str, fits))} (there are "
-            f"{len(available)} devices, and the {options.model.num_experts} experts "
-            f"must split evenly), got {count}"
-        )
-    return list(available[:count])
+    started = time.perf_counter()
+
+    def say(line: str = "") -> None:
+        stdout.write(line + "\n")
+        stdout.flush()
+
+    setup = _prepare(options)
+    say(_describe(setup.trainer, setup.corpus))
+    if setup.emulation is not None:
+        say(report.emulation(setup.emulation))
+    say()
+    training = _train(setup)
+    say()
+    say(_outcome(options, training))
+    say()
+    compared = _compare(setup)
+    if compared is not None:
+        say(report.comparison(compared))
+        say()
+    if options.sample_bytes:
+        say("what it writes")
+        for written in sample.write(setup.trainer, options.sample_bytes)[:2]:
+            say(report.framed(written))
+
+    files = _draw(options, training, {} if compared is None else compared.panels)
+    figures = _figures(setup, training, time.perf_counter() - started)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    say(f"{options.out}/: {', '.join(files)}")
+    say(f"{figures['seconds']:.0f} s in all")
+    return figures
+
+
+def _prepare(options: Options) -> _Setup:
+    emulation = load_emulation(options)
+    corpus = (
+        text.load_files(options.text, options.model.context)
+        if options.text
+        else text.load_standard_library(options.model.context)
+    )
+    backend = backends.get(options.backend)
+    # Device i plays GPU i.
+    num_usable = None if emulation is None else len(emulation.topology.gpus)
+    devices = choose_devices(options, jax.devices()[:num_usable])
+    make_places(options)
+    trainer = Trainer(options.model, options.train, backend, corpus, devices)
+    return _Setup(options, emulation, corpus, devices, trainer)
 
 
 def _count(tree: Any) -> int:
@@ -155,185 +167,111 @@ def _describe(trainer: Trainer, corpus: text.Corpus) -> str:
     )
 
 
-def run(options: Options, stdout: TextIO = sys.stdout) -> dict[str, Any]:
-    """Trains, writes the files, prints the report.
-
-    Args:
-      options: the command line's choices.
-      stdout: where the report goes; progress goes to stderr.
-
-    Returns:
-      The figures that ``--json`` writes.
-
-    Raises:
-      ValueError: an option or a text cannot be used; the message names it.
-    """
-    started = time.perf_counter()
-
-    def say(line: str = "") -> None:
-        stdout.write(line + "\n")
-        stdout.flush()
-
-    emulation = _load_emulation(options)
-    corpus = (
-        text.load_files(options.text, options.model.context)
-        if options.text
-        else text.load_standard_library(options.model.context)
-    )
-    backend = backends.get(options.backend)
-    devices = choose_devices(options, _usable(emulation))
-    # What fails fails now, not after the training.
-    with _named("--out"):
-        options.out.mkdir(parents=True, exist_ok=True)
-    if options.json is not None:
-        with _named("--json"):
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.touch()
-    trainer = Trainer(options.model, options.train, backend, corpus, devices)
-    say(_describe(trainer, corpus))
-    if emulation is not None:
-        say(report.emulation(emulation))
-    say()
-
-    on_gpus = devices[0].platform == "gpu"
+def _train(setup: _Setup) -> _Training:
+    """Returns what became of the training, run behind a progress bar."""
+    options, emulation, trainer = setup.options, setup.emulation, setup.trainer
     recorder = Recorder(
         options.out / "trace.json",
-        on_gpus=on_gpus,
+        on_gpus=setup.is_on_gpus,
         **({} if emulation is None else emulation.arguments()),
     )
-    topology = None if emulation is None else emulation.topology
-    exchanged = ExchangeBytes(options.model, len(devices), backend.peer, topology)
+    exchanged = ExchangeBytes(
+        options.model,
+        len(setup.devices),
+        trainer.backend.peer,
+        None if emulation is None else emulation.topology,
+    )
     moe.reset_exchange_stats()
     held_out = [Point(0, trainer.held_out_loss())]
-    with recorder:
-        steps = _train(trainer, exchanged, held_out)
-    tokens_per_step = options.train.batch * options.model.context
-    step_seconds = np.diff([0.0, *(step.seconds for step in steps)])
-    tokens_per_s = tokens_per_step / float(np.median(step_seconds))
-    slots = tokens_per_step * options.model.top_k * options.model.num_layers
-
-    say()
-    say(
-        f"held-out loss {held_out[0].loss:.3f} -> {held_out[-1].loss:.3f} nats per "
-        f"byte, {tokens_per_s:,.0f} tokens/s"
-    )
-    dropped = sum(step.dropped for step in steps)
-    say(f"{dropped / (slots * len(steps)):.2%} of the rows found their expert full")
-    say()
-    say(report.bytes_moved(recorder.bytes_by_link, exchanged, len(steps)))
-    say()
-    panels: dict[str, list[Span]] = {}
-    pooling: dict[str, list[Span]] = {}
-    if recorder.spans:
-        newest = timeline.newest(recorder.spans, 3e3 * float(np.median(step_seconds)))
-        panels["training, the last steps: Adam's moments come and go"] = newest
-        panels["one burst of them"] = timeline.fullest_burst(newest)
-    compared = None
-    if emulation is not None:
-        compared = compare.over_emulated_links(emulation, devices, options.out)
-    elif on_gpus and options.backend == "turbobus" and jax.local_device_count() > 1:
-        compared = compare.over_own_links(devices, options.out)
-    if compared is not None:
-        say(report.comparison(compared))
-        say()
-        pooling = compared.panels
-    if options.sample_bytes:
-        say("what it writes")
-        for written in sample.write(trainer, options.sample_bytes)[:2]:
-            say(report.framed(written))
-
-    files = _draw(options, steps, held_out, recorder.links, panels, pooling)
-    figures = {
-        "eval_loss_first": held_out[0].loss,
-        "eval_loss_last": held_out[-1].loss,
-        "seconds": time.perf_counter() - started,
-        "tokens_per_s": tokens_per_s,
-        "backend": options.backend,
-        "devices": len(devices),
-        "bytes_by_link": dict(
-            collections.Counter(recorder.bytes_by_link)
-            + collections.Counter(exchanged.by_link)
-        ),
-        "bytes_by_peer": exchanged.by_peer,
-    }
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    say(f"{options.out}/: {', '.join(files)}")
-    say(f"{figures['seconds']:.0f} s in all")
-    return figures
-
-
-@contextlib.contextmanager
-def _named(option: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{option}: cannot be made: {error}; give another") from error
-
-
-def _load_emulation(options: Options) -> emulate.Emulation | None:
-    if options.emulate is None:
-        return None
-    if options.backend != "turbobus":
-        raise ValueError(
-            f"--emulate: expected --backend turbobus, got {options.backend}, whose "
-            "transfers are XLA's own"
-        )
-    if jax.default_backend() != "cpu":
-        raise ValueError(
-            f"--emulate: expected CPU devices, got {jax.default_backend()}; run with "
-            "JAX_PLATFORMS=cpu in the environment"
-        )
-    return emulate.Emulation.load(options.emulate)
-
-
-def _usable(emulation: emulate.Emulation | None) -> list[jax.Device]:
-    # Device i plays GPU i.
-    return jax.devices()[: None if emulation is None else len(emulation.topology.gpus)]
-
-
-def _train(
-    trainer: Trainer, exchanged: ExchangeBytes, held_out: list[Point]
-) -> list[Step]:
-    """Returns all steps, run behind a progress bar; adds to what it is given."""
-    config = trainer.config
-    tokens_per_step = config.batch * trainer.model_config.context
     steps: list[Step] = []
-    with ProgressBar(config.num_steps, sys.stderr) as bar:
+    with recorder, ProgressBar(options.train.num_steps, sys.stderr) as bar:
         for step in trainer.run():
             steps.append(step)
             exchanged.add(step)
             if step.held_out is not None:
                 held_out.append(Point(step.step, step.held_out))
-            recent = steps[-50:]
-            took = np.diff([one.seconds for one in recent]) if step.step > 1 else [1.0]
-            bar.update(
-                step.step,
-                f"loss {step.loss:.3f}  held out {held_out[-1].loss:.3f} "
-                f"(step {held_out[-1].step})  "
-                f"{tokens_per_step / np.median(took):,.0f} tokens/s",
-            )
-    return steps
+            bar.update(step.step, _progress(options, steps, held_out[-1]))
+    return _Training(steps, held_out, exchanged, recorder)
+
+
+def _tokens_per_step(options: Options) -> int:
+    return options.train.batch * options.model.context
+
+
+def _progress(options: Options, steps: list[Step], held_out: Point) -> str:
+    recent = steps[-50:]
+    took = np.diff([one.seconds for one in recent]) if len(recent) > 1 else [1.0]
+    return (
+        f"loss {steps[-1].loss:.3f}  held out {held_out.loss:.3f} "
+        f"(step {held_out.step})  "
+        f"{_tokens_per_step(options) / np.median(took):,.0f} tokens/s"
+    )
+
+
+def _outcome(options: Options, training: _Training) -> str:
+    """Returns losses, speed, rows that were dropped, and bytes that were moved."""
+    steps, held_out = training.steps, training.held_out
+    tokens = _tokens_per_step(options)
+    choices = len(steps) * tokens * options.model.top_k * options.model.num_layers
+    dropped = sum(step.dropped for step in steps)
+    moved = report.bytes_moved(
+        training.recorder.bytes_by_link, training.exchanged, len(steps)
+    )
+    return (
+        f"held-out loss {held_out[0].loss:.3f} -> {held_out[-1].loss:.3f} nats per "
+        f"byte, {tokens / training.step_seconds:,.0f} tokens/s\n"
+        f"{dropped / choices:.2%} of the rows found their expert full\n\n{moved}"
+    )
+
+
+def _compare(setup: _Setup) -> compare.Comparison | None:
+    """Returns transfers over own and over all links, where there are such links."""
+    out = setup.options.out
+    if setup.emulation is not None:
+        return compare.over_emulated_links(setup.emulation, setup.devices, out)
+    pools = setup.options.backend == "turbobus" and jax.local_device_count() > 1
+    if setup.is_on_gpus and pools:
+        return compare.over_own_links(setup.devices, out)
+    return None
 
 
 def _draw(
-    options: Options,
-    steps: Sequence[Step],
-    held_out: Sequence[Point],
-    links: Sequence[str],
-    training: Mapping[str, Sequence[Span]],
-    pooling: Mapping[str, Sequence[Span]],
+    options: Options, training: _Training, pooling: dict[str, list[Span]]
 ) -> list[str]:
     """Returns the names of the files that are there, having drawn the pictures."""
-    title = f"{options.train.batch * options.model.context} bytes a step, "
-    title += f"--backend {options.backend}"
-    losses = [Point(step.step, step.loss) for step in steps]
-    plots.draw_loss(options.out / "loss.png", losses, held_out, title)
+    title = f"{_tokens_per_step(options)} bytes a step, --backend {options.backend}"
+    losses = [Point(step.step, step.loss) for step in training.steps]
+    plots.draw_loss(options.out / "loss.png", losses, training.held_out, title)
     files = ["loss.png"]
-    if training:
-        plots.draw_timeline(options.out / "links.png", training, links)
+    recorder = training.recorder
+    if recorder.spans:
+        newest = timeline.newest(recorder.spans, 3e3 * training.step_seconds)
+        panels = {
+            "training, the last steps: Adam's moments come and go": newest,
+            "one burst of them": timeline.fullest_burst(newest),
+        }
+        plots.draw_timeline(options.out / "links.png", panels, recorder.links)
         files += ["links.png", "trace.json (open it at ui.perfetto.dev)"]
     if pooling:
-        plots.draw_timeline(options.out / "pooling.png", pooling, links, one_scale=True)
+        plots.draw_timeline(
+            options.out / "pooling.png", pooling, recorder.links, one_scale=True
+        )
         files += ["pooling.png"]
     return files
+
+
+def _figures(setup: _Setup, training: _Training, seconds: float) -> dict[str, Any]:
+    options, exchanged = setup.options, training.exchanged
+    return {
+        "eval_loss_first": training.held_out[0].loss,
+        "eval_loss_last": training.held_out[-1].loss,
+        "seconds": seconds,
+        "tokens_per_s": _tokens_per_step(options) / training.step_seconds,
+        "backend": options.backend,
+        "devices": len(setup.devices),
+        "bytes_by_link": dict(
+            collections.Counter(training.recorder.bytes_by_link)
+            + collections.Counter(exchanged.by_link)
+        ),
+        "bytes_by_peer": exchanged.by_peer,
+    }

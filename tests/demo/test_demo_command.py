@@ -15,7 +15,7 @@ import pytest
 
 from jax_turbobus import __main__
 from jax_turbobus.commands import demo
-from jax_turbobus.demo import backends, model, session
+from jax_turbobus.demo import backends, model, options, session
 from jax_turbobus.demo.train import TrainConfig
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -43,7 +43,7 @@ def short(folder, backend, **changes):
         ),
         "train": TrainConfig(num_steps=6, batch=8, eval_every=3, eval_batches=1),
     }
-    return session.Options(**{**values, **changes})
+    return options.Options(**{**values, **changes})
 
 
 @pytest.mark.parametrize("backend", sorted(backends.BACKENDS))
@@ -70,8 +70,8 @@ def test_run_reports_figures_and_leaves_pictures(tmp_path, backend):
 
 def test_emulated_run_shows_direct_beside_pooled(tmp_path):
     stdout = io.StringIO()
-    options = short(tmp_path, "turbobus", emulate="2xh200", num_devices=None)
-    figures = session.run(options, stdout)
+    chosen = short(tmp_path, "turbobus", emulate="2xh200", num_devices=None)
+    figures = session.run(chosen, stdout)
     assert figures["devices"] == 2
     links = figures["bytes_by_link"]
     # Host transfers and the exchange, on the machine's own links.

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jax_turbobus.demo import backends, model, session, text
+from jax_turbobus.demo import backends, model, text
+from jax_turbobus.demo.options import Options, choose_devices
 from jax_turbobus.demo.train import AXIS, TrainConfig, Trainer
 
 SMALL = model.ModelConfig(
@@ -157,12 +158,12 @@ def test_optimizer_is_adam():
     ("asked", "available", "expected"), [(None, 8, 8), (None, 3, 2), (2, 8, 2)]
 )
 def test_device_count_divides_experts(asked, available, expected):
-    options = session.Options(num_devices=asked)
-    assert len(session.choose_devices(options, jax.devices()[:available])) == expected
+    options = Options(num_devices=asked)
+    assert len(choose_devices(options, jax.devices()[:available])) == expected
 
 
 @pytest.mark.parametrize(("asked", "available"), [(3, 8), (16, 8), (4, 2)])
 def test_device_count_that_cannot_be_is_refused(asked, available):
-    options = session.Options(num_devices=asked)
+    options = Options(num_devices=asked)
     with pytest.raises(ValueError, match=rf"--devices: expected one of .* got {asked}"):
-        session.choose_devices(options, jax.devices()[:available])
+        choose_devices(options, jax.devices()[:available])
