@@ -1,6 +1,8 @@
 #include "engine/live_page.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -166,6 +168,55 @@ TEST_F(LivePageTest, WhereItCannotBeMadeItSaysWhy) {
                 .status()
                 .code(),
             StatusCode::kUnavailable);
+}
+
+/// Whether this process may mount what only it sees; without rights of its own,
+/// as the one user of a namespace.
+bool CanMount() {
+  const std::string user = "0 " + std::to_string(geteuid()) + " 1";
+  const std::string group = "0 " + std::to_string(getegid()) + " 1";
+  if (unshare(CLONE_NEWNS) != 0) {
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return false;
+    std::ofstream("/proc/self/uid_map") << user;
+    std::ofstream("/proc/self/setgroups") << "deny";
+    std::ofstream("/proc/self/gid_map") << group;
+  }
+  return mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0;
+}
+
+/// Mounts a file system of two pages at a folder and fills it; whether it
+/// could.
+bool FillUp(const std::string& folder) {
+  if (!CanMount() ||
+      mount("none", folder.c_str(), "tmpfs", 0, "size=8k") != 0) {
+    return false;
+  }
+  std::ofstream file(folder + "/filler", std::ios::binary);
+  return file.is_open() && !(file << std::string(1 << 16, 'x') << std::flush);
+}
+
+// https://github.com/jax-ml/jax/issues/26465: where a file system is full, a
+// mapped file that was only lengthened ends the process when it is written.
+TEST_F(LivePageTest, AFullFileSystemIsAnErrorAndNotTheEndOfTheProcess) {
+  constexpr int kCannotMount = 77;
+  const pid_t child = fork();
+  if (child == 0) {
+    if (!FillUp(std::getenv("JAX_TURBOBUS_LOCK_DIR"))) _exit(kCannotMount);
+    const auto page =
+        LivePage::Create(LivePage::Kind::kHost, std::vector<LivePage::Row>(4));
+    const std::string said(page.status().message());
+    _exit(page.status().code() == StatusCode::kUnavailable &&
+                  said.find("gets no room") != std::string::npos &&
+                  said.find("No space left") != std::string::npos
+              ? 0
+              : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == kCannotMount) {
+    GTEST_SKIP() << "no file system can be mounted here";
+  }
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(LivePageTest, AFolderThatIsNotTheUsersAloneIsRefused) {

@@ -92,6 +92,11 @@ def test_gpus_in_another_order():
 @pytest.mark.multigpu
 @pytest.mark.parametrize("allocator", ["platform", "cuda_async", "bfc"])
 def test_every_allocator(allocator):
+    """Each has memory of its own kind.
+
+    https://github.com/openxla/xla/issues/48979
+    https://github.com/openucx/ucx/issues/7110
+    """
     out = run_python(
         PRELUDE
         + "raw = check(); raw = check(); print(raw['num_pooled'], dropped(raw))",
@@ -206,6 +211,7 @@ except ValueError as error:
 
 
 def test_more_bytes_than_host_memory_is_an_error_and_nothing_else():
+    """https://github.com/openxla/xla/pull/20633."""
     out = run_python(
         PRELUDE
         + """

@@ -54,6 +54,7 @@ def test_a_process_that_sees_fewer_gpus_uses_it(tmp_path):
 def test_a_stale_or_foreign_profile_is_ignored_with_a_reason(
     tmp_path, driver, gpus, reason
 ):
+    """https://github.com/vllm-project/vllm/issues/57555."""
     path = tmp_path / "profile.json"
     _profile_file.save(make(), path)
     loaded, why = _profile_file.load(path, driver=driver, gpus=gpus)

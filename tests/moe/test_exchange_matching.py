@@ -148,6 +148,7 @@ def two_seconds_of_work():
 def test_a_late_rank_fails_the_call_on_all_ranks_in_bounded_time(
     short_timeout, two_seconds_of_work, late
 ):
+    """https://github.com/marin-community/marin/issues/8870."""
     del short_timeout
 
     def be_late(x):

@@ -1,7 +1,11 @@
 """Public bug reports about host memory, as far as CPU devices can show them.
 
-The name of each test ends in the report that it is about.
+The name of each test ends in the report that it is about. docs/reports.md has those
+that no test shows.
 """
+
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ from jax_turbobus import sim
 from jax_turbobus.topology import Topology
 
 HOST = jax.memory.Space.Host
+SOURCES = pathlib.Path(__file__).parent.parent.parent / "cc"
 
 
 def values(shape=(64, 64), seed=0):
@@ -39,11 +44,13 @@ def assert_same(a, b):
 
 
 def test_unpinned_numpy_is_refused_and_not_staged_in_silence_jax_20209():
+    """https://github.com/jax-ml/jax/issues/20209"""
     with pytest.raises(TypeError, match=r"expected a jax\.Array, got numpy\.ndarray"):
         tb.to_device(np.arange(1024, dtype=np.float32))
 
 
 def test_a_host_array_reads_as_numpy_without_a_second_copy_xla_12452():
+    """https://github.com/openxla/xla/issues/12452"""
     host = tb.to_host(values((512, 512)))
     first, second = np.asarray(host), np.asarray(host)
     address = host.unsafe_buffer_pointer()
@@ -52,6 +59,7 @@ def test_a_host_array_reads_as_numpy_without_a_second_copy_xla_12452():
 
 
 def test_a_result_outlives_its_source_deleted_in_flight_jax_24521():
+    """https://github.com/jax-ml/jax/issues/24521"""
     x = values((512, 512))
     expected = np.array(x)
     move = jax.jit(lambda h, y: (tb.to_device(h), busy(y)))
@@ -73,7 +81,10 @@ def test_a_result_outlives_its_source_deleted_in_flight_jax_24521():
 
 
 def test_rows_of_a_host_array_are_updated_by_a_traced_index_xla_34565():
-    """There, x.at[i].set(y) on a host array aborts the process."""
+    """There, x.at[i].set(y) on a host array aborts the process.
+
+    https://github.com/openxla/xla/issues/34565
+    """
     stack, rows = values((10, 256)), values((5, 256), seed=1)
 
     def update(stack, rows, indices):
@@ -90,7 +101,10 @@ def test_rows_of_a_host_array_are_updated_by_a_traced_index_xla_34565():
 
 @pytest.mark.parametrize("kept", ["results", "residuals"])
 def test_a_requested_offload_happens_or_is_an_error_jax_23869(kept):
-    """There, one in a scanned body is dropped without a word."""
+    """There, one in a scanned body is dropped without a word.
+
+    https://github.com/jax-ml/jax/issues/23869
+    """
     x, ws = values((64, 64)), values((4, 64, 64), 1) / 8
 
     def run(there, back):
@@ -119,6 +133,7 @@ def test_a_requested_offload_happens_or_is_an_error_jax_23869(kept):
 
 @pytest.mark.parametrize("in_shard_map", [False, True])
 def test_a_host_operand_is_never_a_device_copy_xla_23152(in_shard_map):
+    """https://github.com/openxla/xla/issues/23152"""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("x"))
     x = jax.device_put(values((1 << 10, 256)), sharding)
@@ -132,7 +147,10 @@ def test_a_host_operand_is_never_a_device_copy_xla_23152(in_shard_map):
 
 
 def test_a_transfer_beside_a_computation_in_a_loop_xla_18139():
-    """There, host copies are not overlapped until the scheduler knows them."""
+    """There, host copies are not overlapped until the scheduler knows them.
+
+    https://github.com/openxla/xla/pull/18139
+    """
     x = values((256, 256))
     host = tb.to_host(values((256, 256), seed=1))
 
@@ -160,7 +178,10 @@ def test_a_transfer_beside_a_computation_in_a_loop_xla_18139():
 
 
 def test_a_million_elements_that_differ_every_time_warp_1446():
-    """There, calls lowered for the CPU gave wrong results by luck of timing."""
+    """There, calls lowered for the CPU gave wrong results by luck of timing.
+
+    https://github.com/NVIDIA/warp/pull/1446
+    """
     x = jnp.arange(1 << 20, dtype=jnp.int32)
     move = jax.jit(lambda x, k, out: tb.to_host(x + k, out), donate_argnums=2)
     out = tb.to_host(jnp.zeros_like(x))
@@ -173,7 +194,10 @@ def test_a_million_elements_that_differ_every_time_warp_1446():
 
 
 def test_a_source_donated_while_it_is_being_read_prime_rl_3109():
-    """There, a source was reused before the bytes had left it."""
+    """There, a source was reused before the bytes had left it.
+
+    https://github.com/PrimeIntellect-ai/prime-rl/pull/3109
+    """
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     offload = jax.jit(lambda x, y: (tb.to_host(x), busy(y)))
 
@@ -192,7 +216,10 @@ def test_a_source_donated_while_it_is_being_read_prime_rl_3109():
 
 
 def test_only_the_row_changes_and_its_neighbours_do_not_ucx_11724():
-    """There, an offset inside an allocation was lost on the way."""
+    """There, an offset inside an allocation was lost on the way.
+
+    https://github.com/openucx/ucx/issues/11724
+    """
     for dtype, width in ((jnp.float32, 33), (jnp.int8, 129), (jnp.int4, 258)):
         stack = jnp.ones((9, 3, width), dtype) * 5
         store = jax.jit(tb.store, donate_argnums=0)
@@ -203,7 +230,10 @@ def test_only_the_row_changes_and_its_neighbours_do_not_ucx_11724():
 
 
 def test_restoring_state_makes_no_second_copy_of_it_marin_8480():
-    """There, restoring pinned state took twice its size and was killed for it."""
+    """There, restoring pinned state took twice its size and was killed for it.
+
+    https://github.com/marin-community/marin/pull/8480
+    """
     chunk = values((4, 1 << 14))
     host = tb.to_host(jnp.zeros((64, 4, 1 << 14), jnp.float32))
     address = host.unsafe_buffer_pointer()
@@ -215,6 +245,7 @@ def test_restoring_state_makes_no_second_copy_of_it_marin_8480():
 
 
 def test_all_devices_at_once_stay_exact_megatron_6491():
+    """https://github.com/NVIDIA/Megatron-LM/issues/6491"""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     x = jax.device_put(values((256, 64)), NamedSharding(mesh, P("x")))
     step = jax.jit(lambda x, k: tb.to_device(tb.to_host(x + k)))
@@ -226,7 +257,10 @@ def test_all_devices_at_once_stay_exact_megatron_6491():
 @pytest.mark.parametrize("machine", ["2xh200", "dgx-v100", "8xh800"])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_links_of_busy_devices_are_not_lent_megatron_6491(machine, direction):
-    """There, a plan counted on the links of GPUs that were busy themselves."""
+    """There, a plan counted on the links of GPUs that were busy themselves.
+
+    https://github.com/NVIDIA/Megatron-LM/issues/6491
+    """
     topology = Topology.load(machine)
 
     def relayed_share_and_slowdown(gpus):
@@ -243,6 +277,47 @@ def test_links_of_busy_devices_are_not_lent_megatron_6491(machine, direction):
     share, slowdown = relayed_share_and_slowdown([0])  # and those of idle ones are
     assert share > 0.3
     assert slowdown < 0.8
+
+
+def with_narrow_links(machine):
+    """Returns a shipped machine whose PCIe links carry 1.4 ways' bytes both ways."""
+    found = json.loads(Topology.load(machine).to_json())
+    for link in found["links"]:
+        if link["type"] == "pcie":
+            both = link["a_to_b_bytes_per_s"] + link["b_to_a_bytes_per_s"]
+            link["duplex_bytes_per_s"] = 0.7 * both
+    return Topology.from_json(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "machine", ["2xh200", "dgx-v100", "8xh800", "4xrtx4090", "rtx3090-pairs"]
+)
+def test_neither_direction_starves_the_other_nvbandwidth_53(machine):
+    """There, one direction falls below half of its rate, and the other keeps all.
+
+    https://github.com/NVIDIA/nvbandwidth/issues/53
+    """
+    topology = with_narrow_links(machine)
+    both = [sim.Transfer(0, 1 << 30, direction=way) for way in ("h2d", "d2h")]
+    pooled = sim.simulate(topology, both)
+    for one, duration in zip(both, pooled.durations_ns, strict=True):
+        assert duration < 1.5 * sim.simulate(topology, [one], "direct").makespan_ns
+    direct = sim.simulate(topology, both, "direct")
+    assert pooled.makespan_ns <= 1.01 * direct.makespan_ns
+
+
+def test_no_host_memory_is_registered_vllm_51080_vllm_55428():
+    """There, registering 512 GiB at once fails, and on some machines any.
+
+    Whoever needs it here: in parts, and with another way where it is refused.
+    https://github.com/vllm-project/vllm/issues/51080
+    https://github.com/vllm-project/vllm/issues/55428
+    """
+    sources = [path for path in SOURCES.rglob("*") if path.suffix in (".cc", ".cu")]
+    assert len(sources) > 100
+    calls = ("cudaHostRegister(", "cuMemHostRegister(")
+    users = [p.name for p in sources if any(call in p.read_text() for call in calls)]
+    assert not users
 
 
 def test_a_device_that_the_topology_lacks_is_an_error_that_names_it():

@@ -55,6 +55,7 @@ def test_doctor_says_why_a_gpu_borrows_no_link(tmp_path, nvml, reason):
 
 
 def test_doctor_warns_about_what_makes_gpus_slower_or_unused(tmp_path):
+    """Processors far away: https://github.com/deepspeedai/DeepSpeed/issues/1576."""
     nvml = pair(tmp_path)
     assert "JAX does not use them" in texts(
         gpu_findings(tmp_path, nvml, num_jax_gpus=0)
@@ -110,6 +111,7 @@ MEMINFO = "MemTotal:  268435456 kB\nMemAvailable: 200000000 kB\nHugePages_Total:
     ids=["v2", "v1", "container"],
 )
 def test_the_cgroup_limits_what_can_be_pinned_on_a_larger_machine(tmp_path, files):
+    """https://github.com/sgl-project/sglang/pull/35641."""
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
     limits = read_limits({}, tmp_path)
     assert limits.memory == 256 << 30
@@ -132,6 +134,7 @@ def test_limits_that_cannot_be_read_are_none(tmp_path):
 
 
 def test_small_shm_and_missing_huge_pages_are_warned_about():
+    """Small /dev/shm: https://github.com/jax-ml/jax/issues/26465."""
     limits = HostLimits(
         memory=1 << 40,
         available=1 << 39,
