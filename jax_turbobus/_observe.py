@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax_turbobus import _trace_format, config, gpu
@@ -21,7 +22,8 @@ class LinkStats:
       bandwidth_bytes_per_s: of the topology, scaled.
       num_bytes: bytes of blocks that crossed it.
       num_blocks: blocks that crossed it.
-      busy_ns: time in which at least one block was on it.
+      busy_ns: time in which at least one block was on it; of GPUs' links, that of
+        their lanes added up.
     """
 
     name: str
@@ -33,36 +35,44 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """What a lane has done.
+    """What a lane has done; None: nobody knows.
+
+    On GPUs the device copies by itself, and blocks are not looked at one by one:
+    what is about time is of a transfer's whole part on a lane.
 
     Attributes:
       name: such as ``gpu0 h2d via gpu1``.
       gpu: whose transfers it serves.
       relay: the GPU that lends its link; None: direct.
       direction: ``"h2d"`` or ``"d2h"``.
-      numa_node: where the host memory is.
+      numa_node: where the host memory is; None on GPUs, where it may be anywhere.
       bandwidth_bytes_per_s: of the slowest link on the way.
       num_bytes: bytes of blocks that arrived.
       num_blocks: blocks that arrived.
       busy_ns: time in which it worked on at least one block.
-      queued_ns: between the issue of each block and the lane's turning to it.
-      num_late_blocks: blocks that took over 1.25 times what they should.
-      num_failed_blocks: blocks that did not arrive.
-      num_bytes_in_flight: issued to it at the moment.
+      queued_ns: between the issue of each block and the lane's turning to it; None
+        on GPUs.
+      num_late_blocks: blocks that took over 1.25 times what they should; on GPUs
+        parts of transfers that did.
+      num_failed_blocks: blocks that did not arrive; on GPUs those that a relay
+        refused, and transfers that the direct lane did.
+      num_bytes_in_flight: issued to it at the moment; on GPUs all of a transfer
+        until it is over.
       is_removed: it has vanished, and is not used any more.
-      reason: of the last failure, or why it was removed; may be empty.
+      reason: of the last failure, why it was removed, or why it was left out of the
+        latest transfer or gets less than its share; may be empty.
     """
 
     name: str
     gpu: int
     relay: int | None
     direction: Direction
-    numa_node: int
+    numa_node: int | None
     bandwidth_bytes_per_s: float
     num_bytes: int
     num_blocks: int
     busy_ns: int
-    queued_ns: int
+    queued_ns: int | None
     num_late_blocks: int
     num_failed_blocks: int
     num_bytes_in_flight: int
@@ -126,11 +136,13 @@ class Stats:
       num_in_flight: transfers not yet over.
       num_completed: transfers that ended well.
       num_failed: transfers that ended with an error.
-      num_cancelled: transfers that were cancelled.
+      num_cancelled: transfers that were cancelled; on GPUs none can be.
       num_completed_bytes: bytes of those that ended well.
       num_blocks_in_flight: blocks issued to lanes at the moment.
       num_reissued_blocks: blocks that had to be issued again.
       num_late_copies: emulated steps that this machine was too slow for.
+      staging_bytes: device memory that each GPU lends along with its link, by its
+        number; allocated once. Empty on CPU devices.
       lanes: every lane.
       links: every link, each direction by itself.
       recent_transfers: the newest 256 transfers, oldest first.
@@ -148,6 +160,7 @@ class Stats:
     num_blocks_in_flight: int = 0
     num_reissued_blocks: int = 0
     num_late_copies: int = 0
+    staging_bytes: Mapping[int, int] = field(default_factory=dict)
     lanes: tuple[LaneStats, ...] = ()
     links: tuple[LinkStats, ...] = ()
     recent_transfers: tuple[TransferStats, ...] = ()
@@ -203,9 +216,9 @@ def stats_of(engine: Any) -> Stats:
 def trace(path: str | os.PathLike[str]) -> int:
     """Writes every recorded block to a file that Perfetto and Chrome open.
 
-    One process of tracks for the lanes (a relay lane has a track for each hop) and
-    one for the transfers, whose arguments and flow arrows say which block belongs
-    to which transfer.
+    One process of tracks for the lanes and one for the transfers, whose arguments
+    and flow arrows say which block belongs to which transfer. A relay lane has a
+    track for each hop; but on GPUs one, where cores copy a row of a stack.
 
     Args:
       path: the JSON file to write (ui.perfetto.dev or chrome://tracing opens it).

@@ -121,18 +121,20 @@ class Engine:
         """Returns what `jax_turbobus.stats` shows."""
         raw = self.raw()
         num_completed = raw["num_completed"] + raw["num_plain"]
+        num_over = num_completed + raw["num_failed"]
         return {
             "now_ns": raw["now_ns"],
             "created_ns": raw["created_ns"],
-            "num_submitted": num_completed + raw["num_in_flight"],
+            "num_submitted": num_over + raw["num_in_flight"],
             "num_in_flight": raw["num_in_flight"],
             "num_completed": num_completed,
-            "num_failed": 0,
-            "num_cancelled": 0,
+            "num_failed": raw["num_failed"],
+            "num_cancelled": 0,  # nothing can be
             "num_completed_bytes": raw["completed_bytes"] + raw["plain_bytes"],
-            "num_blocks_in_flight": 0,
-            "num_reissued_blocks": raw["num_failures"],
-            "num_late_copies": 0,
+            "num_blocks_in_flight": raw["num_blocks_in_flight"],
+            "num_reissued_blocks": raw["num_reissued_blocks"],
+            "num_late_copies": 0,  # nothing is emulated
+            "staging_bytes": raw["staging_bytes"],
             "lanes": [_lane(path) for path in raw["paths"]],
             "links": _links(raw["paths"]),
             "recent_transfers": [_transfer(one) for one in raw["recent_transfers"]],
@@ -148,14 +150,19 @@ class Engine:
                 "lane": span["path"],
                 "gpu": raw["paths"][span["path"]]["gpu"],
                 "direction": raw["paths"][span["path"]]["direction"],
-                "offset_bytes": 0,
-                "size_bytes": span["size_bytes"],
-                "issued_ns": span["start_ns"],
-                "start_ns": span["start_ns"],
-                "end_ns": span["end_ns"],
-                "relayed_ns": 0,
-                "resumed_ns": 0,
-                "status": "OK",
+                "issued_ns": min(span["issued_ns"], span["start_ns"]),
+                **{
+                    name: span[name]
+                    for name in (
+                        "offset_bytes",
+                        "size_bytes",
+                        "start_ns",
+                        "relayed_ns",
+                        "resumed_ns",
+                        "end_ns",
+                        "status",
+                    )
+                },
             }
             for span in spans
         ]
@@ -169,7 +176,7 @@ class Engine:
                 "size_bytes": one["size_bytes"],
                 "issued_ns": min(one["submitted_ns"], one["ended_ns"]),
                 "end_ns": one["ended_ns"],
-                "status": "OK",
+                "status": one["status"],
             }
             for one in raw["recent_transfers"]
             if one["id"] in traced
@@ -185,18 +192,27 @@ def _lane(path: dict[str, Any]) -> dict[str, Any]:
         "gpu": path["gpu"],
         "relay": relay,
         "direction": path["direction"],
-        "numa_node": 0,
+        "numa_node": None,
         "bandwidth_bytes_per_s": path["bandwidth_bytes_per_s"],
         "num_bytes": path["num_bytes"],
         "num_blocks": path["num_blocks"],
         "busy_ns": path["busy_ns"],
-        "queued_ns": 0,
+        "queued_ns": None,
         "num_late_blocks": path["num_late"],
-        "num_failed_blocks": 0,
-        "num_bytes_in_flight": 0,
+        "num_failed_blocks": path["num_failed"],
+        "num_bytes_in_flight": path["num_bytes_in_flight"],
         "is_removed": bool(path["dropped"]),
-        "reason": path["dropped"],
+        "reason": path["dropped"] or path["left_out"] or _why_spared(path),
     }
+
+
+def _why_spared(path: dict[str, Any]) -> str:
+    """Returns why a relay that works gets less than its share; may be empty."""
+    if path["has_rival"]:
+        return f"GPU {path['relay']} is busy itself whenever GPU {path['gpu']} is"
+    if path["is_backed_off"]:
+        return "its blocks were late: it gets a probe at most, until they are not"
+    return ""
 
 
 def _links(paths: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -225,15 +241,15 @@ def _transfer(one: dict[str, Any]) -> dict[str, Any]:
         "gpu": one["gpu"],
         "direction": one["direction"],
         "size_bytes": one["size_bytes"],
-        "status": "OK",
-        "message": "",
+        "status": one["status"],
+        "message": one["message"],
         "submitted_ns": one["submitted_ns"],
         "started_ns": one["started_ns"],
         "ended_ns": one["ended_ns"],
         "num_blocks": one["num_blocks"],
         "num_relayed_bytes": one["num_relayed_bytes"],
-        "num_reissued_blocks": one["num_failures"],
-        "reissue_reason": "",
+        "num_reissued_blocks": one["num_reissued_blocks"],
+        "reissue_reason": one["reissue_reason"],
     }
 
 

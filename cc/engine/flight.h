@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/status.h"
 #include "topo/path.h"
 #include "transport/streams.h"
 
@@ -14,8 +16,11 @@ namespace turbobus::engine {
 
 /// A block that has been copied, for traces: when the lane had it in place.
 struct BlockMark {
+  int64_t offset_bytes = 0;
   int64_t size_bytes = 0;
   transport::Event end = nullptr;
+  /// When a relay had it, on its way on; null: no relay.
+  transport::Event hop = nullptr;
 };
 
 /// What one transfer has on one path.
@@ -28,6 +33,8 @@ struct LaneUse {
   const void* lane = nullptr;
   int64_t bytes = 0;
   int num_blocks = 0;
+  /// Of a relay: blocks that may be on their way at once.
+  int num_slots = 1;
   int64_t expected_ns = 0;
   /// Timed, on the link's GPU; `end` is also what the transfer waits for.
   transport::Event start = nullptr;
@@ -56,8 +63,11 @@ struct Flight {
   std::vector<LaneUse> uses;
 
   int64_t submitted_ns = 0;
-  /// Relays that failed while it was issued.
-  int num_failures = 0;
+  /// That relays refused while it was issued, and the last one's reason.
+  int num_reissued_blocks = 0;
+  std::string reissue_reason;
+  /// What it ended with.
+  Status status;
 
   bool is_issued = false;
   int num_holders = 0;

@@ -96,18 +96,22 @@ int32_t* StreamEngine::NextWord() {
 }
 
 Status StreamEngine::Plain(const CopyRequest& request) {
-  TB_RETURN_IF_ERROR(streams_->Copy(request.stream, request.dst, request.src,
-                                    request.size_bytes));
-  CountPlain(request.gpu, request.direction, request.size_bytes);
+  const Status status = streams_->Copy(request.stream, request.dst, request.src,
+                                       request.size_bytes);
   const std::lock_guard lock(mutex_);
-  ++stats_.num_plain;
-  stats_.plain_bytes += request.size_bytes;
-  const int path = PathIndex(request.gpu, topo::kNoRelay, request.direction);
-  if (path >= 0) {
-    ++stats_.paths[path].num_blocks;
-    stats_.paths[path].size_bytes += request.size_bytes;
+  BookPlain(request.gpu, request.direction, request.size_bytes, status);
+  return status.ok() ? device_error_ : status;
+}
+
+void StreamEngine::BookPlain(int gpu, Direction direction, int64_t size_bytes,
+                             const Status& status) {
+  if (!status.ok()) {
+    ++stats_.num_failed;
+    return;
   }
-  return device_error_;
+  ++stats_.num_plain;
+  stats_.plain_bytes += size_bytes;
+  CountPlain(gpu, direction, size_bytes);
 }
 
 Status StreamEngine::Copy(const CopyRequest& request) {
@@ -158,14 +162,19 @@ Status StreamEngine::Launch(const CopyRequest& request, bool is_start,
   }
   const std::lock_guard lock(mutex_);
   for (const IssueFailure& failure : failures) {
-    DropPath(flight->uses[failure.relay + 1].path, failure.status.message());
+    const int path = flight->uses[failure.relay + 1].path;
+    ++stats_.paths[path].num_failed;
+    flight->num_reissued_blocks += failure.num_blocks;
+    flight->reissue_reason = failure.status.message();
+    DropPath(path, failure.status.message());
   }
+  if (!status.ok()) ++stats_.paths[flight->uses[0].path].num_failed;
   flight->is_issued = true;
   flight->is_joined = !is_start;
   --flight->num_holders;
   ++(plan.relays.empty() ? stats_.num_direct : stats_.num_pooled);
   if (is_start && status.ok()) AddStarted(request.gpu, request.dst, flight);
-  flight->num_failures = static_cast<int>(failures.size());
+  flight->status = status;
   handler_ns_.push_back(streams_->NowNs() - begin_ns);
   if (handler_ns_.size() > kMaxHandlerTimes) handler_ns_.pop_front();
   if (!status.ok()) return status.WithContext(request.call);

@@ -169,6 +169,9 @@ class StreamEngine {
 
   // stream_engine.cc: without the mutex.
   Status Plain(const CopyRequest& request);
+  /// With the mutex: a copy on XLA's own stream.
+  void BookPlain(int gpu, topo::Direction direction, int64_t size_bytes,
+                 const Status& status);
   Status Launch(const CopyRequest& request, bool is_start,
                 const transport::RowCopy* fix);
   Status Join(const FlightPtr& flight, transport::Stream stream);
@@ -224,6 +227,9 @@ class StreamEngine {
   double OverlapWith(int gpu, const TransferRecord& record);
   int64_t TimeOf(int gpu, transport::Event event);
   void AddSpans(const Flight& flight);
+  void AddBlockSpans(
+      const LaneUse& use,
+      const std::function<void(const LaneUse&, StreamSpan)>& add);
   TransferRecord RecordOf(const Flight& flight);
   StatusOr<transport::Event> TakeEvent(int gpu, bool is_timed);
   void DropPath(int path, const std::string& reason);
@@ -231,7 +237,8 @@ class StreamEngine {
   void SetEpochs();
   void RenewEpochs();
 
-  // stream_live.cc: what others see. With the mutex, but CountPlain.
+  // stream_live.cc: what others see. With the mutex.
+  /// Bytes on XLA's own stream count when they are enqueued.
   void CountPlain(int gpu, topo::Direction direction, int64_t bytes);
   void CountIssued(const Flight& flight);
   void CountOver(const Flight& flight);

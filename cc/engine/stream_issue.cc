@@ -39,7 +39,10 @@ class Issuer {
   Status IssueOnLegs(size_t relay);
   Status IssueOnSlot(size_t relay);
   Status MaybeYield(LaneUse& use, Work& work, Stream stream, int64_t bytes);
-  Status Mark(LaneUse& use, Stream stream, int64_t bytes);
+  Status MarkHop(const LaneUse& use, Stream stream, Event& hop);
+  Status Mark(LaneUse& use, Stream stream, int64_t offset, int64_t bytes,
+              Event hop = nullptr);
+  Status TakeOver(size_t relay, IssueFailure& failure);
   Status EndRound();
   Status RecordEnds();
   Status RecordEnd(LaneUse& use, Work& work, Stream first, Stream last);
@@ -82,12 +85,19 @@ Status Issuer::MaybeYield(LaneUse& use, Work& work, Stream stream,
   return streams_.Yield(use.link_gpu, stream);
 }
 
-Status Issuer::Mark(LaneUse& use, Stream stream, int64_t bytes) {
+Status Issuer::MarkHop(const LaneUse& use, Stream stream, Event& hop) {
+  if (!plan_.make_mark) return OkStatus();
+  TB_ASSIGN_OR_RETURN(hop, plan_.make_mark(use.link_gpu));
+  return streams_.Record(use.link_gpu, hop, stream);
+}
+
+Status Issuer::Mark(LaneUse& use, Stream stream, int64_t offset, int64_t bytes,
+                    Event hop) {
   ++use.num_blocks;
   if (!plan_.make_mark) return OkStatus();
-  TB_ASSIGN_OR_RETURN(const Event event, plan_.make_mark(use.link_gpu));
-  use.marks.push_back({bytes, event});
-  return streams_.Record(use.link_gpu, event, stream);
+  TB_ASSIGN_OR_RETURN(const Event end, plan_.make_mark(use.link_gpu));
+  use.marks.push_back({offset, bytes, end, hop});
+  return streams_.Record(use.link_gpu, end, stream);
 }
 
 Status Issuer::IssueDirect() {
@@ -98,9 +108,9 @@ Status Issuer::IssueDirect() {
   const int64_t bytes = direct_.blocks[direct_.next];
   TB_RETURN_IF_ERROR(streams_.Copy(stream, flight.dst + direct_.offset,
                                    flight.src + direct_.offset, bytes, kind()));
+  TB_RETURN_IF_ERROR(Mark(use, stream, direct_.offset, bytes));
   ++direct_.next;
   direct_.offset += bytes;
-  TB_RETURN_IF_ERROR(Mark(use, stream, bytes));
   return MaybeYield(use, direct_, stream, bytes);
 }
 
@@ -124,6 +134,8 @@ Status Issuer::IssueOnLegs(size_t relay) {
   if (slot.was_used) TB_RETURN_IF_ERROR(streams_.Wait(first, slot.free));
   TB_RETURN_IF_ERROR(streams_.Copy(first, slot.buffer, flight.src + work.offset,
                                    bytes, is_h2d() ? kind() : CopyKind::kD2d));
+  Event hop = nullptr;
+  TB_RETURN_IF_ERROR(MarkHop(use, first, hop));
   TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, slot.full, first));
   TB_RETURN_IF_ERROR(streams_.Wait(second, slot.full));
   TB_RETURN_IF_ERROR(streams_.Copy(second, flight.dst + work.offset,
@@ -131,9 +143,10 @@ Status Issuer::IssueOnLegs(size_t relay) {
                                    is_h2d() ? CopyKind::kD2d : kind()));
   TB_RETURN_IF_ERROR(streams_.Record(use.link_gpu, slot.free, second));
   slot.was_used = true;
+  const int64_t offset = work.offset;
   ++work.next;
   work.offset += bytes;
-  TB_RETURN_IF_ERROR(Mark(use, second, bytes));
+  TB_RETURN_IF_ERROR(Mark(use, second, offset, bytes, hop));
   return MaybeYield(use, work, lane.slots[0]->pcie, bytes);
 }
 
@@ -167,18 +180,44 @@ Status Issuer::IssueOnSlot(size_t relay) {
   };
   const std::byte* const src = flight.src + work.offset;
   std::byte* const dst = flight.dst + work.offset;
+  Event hop = nullptr;
   if (is_h2d()) {
     TB_RETURN_IF_ERROR(cross_pcie(slot.buffer, src));
+    TB_RETURN_IF_ERROR(MarkHop(use, stream, hop));
     TB_RETURN_IF_ERROR(
         streams_.Copy(stream, dst, slot.buffer, bytes, CopyKind::kD2d));
   } else {
     TB_RETURN_IF_ERROR(
         streams_.Copy(stream, slot.buffer, src, bytes, CopyKind::kD2d));
+    TB_RETURN_IF_ERROR(MarkHop(use, stream, hop));
     TB_RETURN_IF_ERROR(cross_pcie(dst, slot.buffer));
   }
+  const int64_t offset = work.offset;
   ++work.next;
   work.offset += bytes;
-  return Mark(use, stream, bytes);
+  return Mark(use, stream, offset, bytes, hop);
+}
+
+/// The direct lane goes on from the block that was refused. Where its bytes are
+/// on their way all the same, they are the same bytes.
+Status Issuer::TakeOver(size_t relay, IssueFailure& failure) {
+  const Flight& flight = *plan_.flight;
+  const Stream stream = plan_.direct_stream;
+  LaneUse& use = plan_.flight->uses[0];
+  Work& work = relays_[relay];
+  TB_RETURN_IF_ERROR(Start(use, direct_, stream));
+  while (!work.is_over()) {
+    const int64_t offset = work.offset;
+    const int64_t bytes = work.blocks[work.next++];
+    work.offset += bytes;
+    TB_RETURN_IF_ERROR(streams_.Copy(stream, flight.dst + offset,
+                                     flight.src + offset, bytes, kind()));
+    use.bytes += bytes;
+    UseOf(relay).bytes -= bytes;
+    ++failure.num_blocks;
+    TB_RETURN_IF_ERROR(Mark(use, stream, offset, bytes));
+  }
+  return OkStatus();
 }
 
 /// Every lane waits for what every other one has issued so far.
@@ -284,19 +323,7 @@ Status Issuer::Run(std::vector<IssueFailure>& failures) {
       const Status refused = IssueRelay(i);
       if (refused.ok()) continue;
       failures.push_back({i, refused});
-      // The direct lane takes over from the block that was refused. Where its
-      // bytes are on their way all the same, they are the same bytes.
-      const Stream stream = plan_.direct_stream;
-      status = Start(plan_.flight->uses[0], direct_, stream);
-      while (!work.is_over() && status.ok()) {
-        const int64_t bytes = work.blocks[work.next++];
-        status = streams_.Copy(stream, plan_.flight->dst + work.offset,
-                               plan_.flight->src + work.offset, bytes, kind());
-        work.offset += bytes;
-        plan_.flight->uses[0].bytes += bytes;
-        UseOf(i).bytes -= bytes;
-        ++plan_.flight->uses[0].num_blocks;
-      }
+      status = TakeOver(i, failures.back());
     }
     if (plan_.is_lock_step && !is_over && status.ok()) status = EndRound();
   }

@@ -41,7 +41,7 @@ struct IssuePlan {
   RelayStreams relay_streams = RelayStreams::kPerLeg;
   /// A lane looks for others after this much; 0: never.
   int64_t yield_bytes = 0;
-  /// Makes a timed event for a block's end on that GPU; empty: none wanted.
+  /// Makes a timed event for a block's time on that GPU; empty: none wanted.
   std::function<StatusOr<transport::Event>(int gpu)> make_mark;
 };
 
@@ -50,6 +50,8 @@ struct IssuePlan {
 struct IssueFailure {
   size_t relay = 0;
   Status status;
+  /// Went to the direct lane instead.
+  int num_blocks = 0;
 };
 
 /// Issues all copies of a planned transfer: lanes take turns, so that none

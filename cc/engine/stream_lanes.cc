@@ -71,7 +71,7 @@ StatusOr<StreamLanes> StreamLanes::Create(Streams& streams,
         it->second = CreateLender(streams, path.relay, slot_bytes, lender);
         if (it->second.ok()) {
           lanes.lenders_.emplace(path.relay, std::move(lender));
-          lanes.staging_bytes_ += 4 * slot_bytes;
+          lanes.staging_bytes_[path.relay] = 4 * slot_bytes;
         }
       }
       status = it->second;

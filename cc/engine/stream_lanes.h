@@ -90,14 +90,15 @@ class StreamLanes {
                     transport::Stream stream);
 
   int64_t slot_bytes() const { return slot_bytes_; }
-  int64_t staging_bytes() const { return staging_bytes_; }
+  /// Memory of each GPU that lends its link.
+  const std::map<int, int64_t>& staging_bytes() const { return staging_bytes_; }
 
  private:
   static Status CreateLender(transport::Streams& streams, int gpu,
                              int64_t slot_bytes, Lender& lender);
 
   int64_t slot_bytes_ = 0;
-  int64_t staging_bytes_ = 0;
+  std::map<int, int64_t> staging_bytes_;
   std::map<std::pair<int, int>, std::array<DirectLane, kDirectLanes>> direct_;
   std::map<int, Lender> lenders_;
 };

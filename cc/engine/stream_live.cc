@@ -41,6 +41,10 @@ Status StreamEngine::Publish() {
 }
 
 void StreamEngine::CountPlain(int gpu, Direction direction, int64_t bytes) {
+  if (const int path = PathIndex(gpu, topo::kNoRelay, direction); path >= 0) {
+    ++stats_.paths[path].num_blocks;
+    stats_.paths[path].size_bytes += bytes;
+  }
   if (live_ == nullptr) return;
   live_->AddBytes(paths_.size() + 2 * static_cast<size_t>(gpu) +
                       static_cast<size_t>(direction),

@@ -96,8 +96,10 @@ std::vector<int> StreamEngine::UsableRelays(int gpu, Direction direction,
       continue;
     }
     // Memory of an allocator that gives peers no access: direct, this time.
-    if (!streams_->CheckPeerAccess(path.relay, device_pointer).ok()) continue;
-    usable.push_back(static_cast<int>(i));
+    const Status reached =
+        streams_->CheckPeerAccess(path.relay, device_pointer);
+    stats_.paths[i].left_out = reached.message();
+    if (reached.ok()) usable.push_back(static_cast<int>(i));
   }
   return usable;
 }
@@ -277,6 +279,7 @@ Status StreamEngine::PlanCopy(const CopyRequest& request, bool is_start,
     IssuePlan::Relay& part = relays[i - 1];
     part.bytes = shares[i];
     TB_RETURN_IF_ERROR(AddUse(flight, paths[i], part.slots[0], shares[i]));
+    flight.uses.back().num_slots = static_cast<int>(part.slots.size());
     plan.relays.push_back(std::move(part));
   }
   // Nothing can fail any more: take the lanes.

@@ -46,6 +46,7 @@ void StreamEngine::Poll() {
     bool is_over = true;
     for (const LaneUse& use : flight->uses) {
       const auto done = streams_->IsDone(use.end);
+      if (!done.ok()) flight->status = done.status();
       if (!done.ok() && device_error_.ok()) {
         device_error_ = done.status();
         Say(device_error_.message());
@@ -91,13 +92,19 @@ void StreamEngine::Finish(const FlightPtr& flight) {
     events_[{use.link_gpu, true}].push_back(use.end);
     for (const BlockMark& mark : use.marks) {
       events_[{use.link_gpu, true}].push_back(mark.end);
+      if (mark.hop != nullptr)
+        events_[{use.link_gpu, true}].push_back(mark.hop);
     }
   }
   events_[{flight->gpu, false}].push_back(flight->begin);
   CountOver(*flight);
-  ++stats_.num_completed;
-  stats_.completed_bytes += flight->size_bytes;
-  stats_.num_failures += flight->num_failures;
+  if (flight->status.ok()) {
+    ++stats_.num_completed;
+    stats_.completed_bytes += flight->size_bytes;
+  } else {
+    ++stats_.num_failed;
+  }
+  stats_.num_reissued_blocks += flight->num_reissued_blocks;
   if (recent_.size() >= kMaxRecent) recent_.pop_front();
   recent_.push_back(std::move(record));
 }
@@ -194,21 +201,53 @@ int64_t StreamEngine::TimeOf(int gpu, Event event) {
 }
 
 void StreamEngine::AddSpans(const Flight& flight) {
+  const auto add = [&](const LaneUse& use, StreamSpan span) {
+    if (spans_.size() >= kMaxSpans) spans_.pop_front();
+    span.path = use.path;
+    span.transfer = flight.id;
+    span.call = flight.call;
+    span.issued_ns = flight.submitted_ns;
+    span.code = flight.status.code();
+    spans_.push_back(std::move(span));
+  };
+  // What cores copy on XLA's stream is the first part of a row, and not timed.
+  int64_t offset = flight.size_bytes;
+  for (const LaneUse& use : flight.uses) offset -= use.bytes;
   for (const LaneUse& use : flight.uses) {
-    const auto add = [&](int64_t bytes, int64_t start_ns, int64_t end_ns) {
-      if (spans_.size() >= kMaxSpans) spans_.pop_front();
-      spans_.push_back({use.path, flight.id, std::string(flight.call), bytes,
-                        start_ns, end_ns});
-    };
-    int64_t start_ns = TimeOf(use.link_gpu, use.start);
     if (use.marks.empty() && use.bytes > 0) {
-      add(use.bytes, start_ns, TimeOf(use.link_gpu, use.end));
+      add(use, {.offset_bytes = offset,
+                .size_bytes = use.bytes,
+                .start_ns = TimeOf(use.link_gpu, use.start),
+                .end_ns = TimeOf(use.link_gpu, use.end)});
     }
-    for (const BlockMark& mark : use.marks) {
-      const int64_t end_ns = TimeOf(use.link_gpu, mark.end);
-      add(mark.size_bytes, start_ns, end_ns);
-      start_ns = end_ns;
+    offset += use.bytes;
+    AddBlockSpans(use, add);
+  }
+}
+
+void StreamEngine::AddBlockSpans(
+    const LaneUse& use,
+    const std::function<void(const LaneUse&, StreamSpan)>& add) {
+  // A hop is free for a block when the one before has left it; a block starts
+  // when there is a slot, too.
+  std::vector<int64_t> ends(static_cast<size_t>(use.num_slots));
+  int64_t free_ns = TimeOf(use.link_gpu, use.start);
+  ends.assign(ends.size(), free_ns);
+  int64_t second_free_ns = free_ns;
+  for (size_t i = 0; i < use.marks.size(); ++i) {
+    const BlockMark& mark = use.marks[i];
+    int64_t& slot_free_ns = ends[i % ends.size()];
+    StreamSpan span = {.offset_bytes = mark.offset_bytes,
+                       .size_bytes = mark.size_bytes,
+                       .start_ns = std::max(free_ns, slot_free_ns),
+                       .end_ns = TimeOf(use.link_gpu, mark.end)};
+    free_ns = span.end_ns;
+    if (mark.hop != nullptr) {
+      span.relayed_ns = free_ns = TimeOf(use.link_gpu, mark.hop);
+      span.resumed_ns = std::max(span.relayed_ns, second_free_ns);
     }
+    slot_free_ns = second_free_ns = span.end_ns;
+    add(use, std::move(span));
   }
 }
 
@@ -218,7 +257,9 @@ TransferRecord StreamEngine::RecordOf(const Flight& flight) {
                            .gpu = flight.gpu,
                            .direction = flight.direction,
                            .size_bytes = flight.size_bytes,
-                           .num_failures = flight.num_failures,
+                           .num_reissued_blocks = flight.num_reissued_blocks,
+                           .reissue_reason = flight.reissue_reason,
+                           .status = flight.status,
                            .submitted_ns = flight.submitted_ns,
                            .started_ns = INT64_MAX};
   for (const LaneUse& use : flight.uses) {

@@ -19,6 +19,13 @@ StreamStats StreamEngine::stats() {
     stats.num_guesses_right += guesses.predictor.num_right();
     stats.num_guesses_wrong += guesses.predictor.num_wrong();
   }
+  for (const FlightPtr& flight : flights_) {
+    if (!flight->is_issued) continue;
+    for (const LaneUse& use : flight->uses) {
+      stats.num_blocks_in_flight += use.num_blocks;
+      stats.paths[use.path].bytes_in_flight += use.bytes;
+    }
+  }
   for (size_t i = 0; i < health_.size(); ++i) {
     stats.paths[i].is_backed_off =
         health_[i].is_backed_off() || loans_[i].is_paused(stats.now_ns);

@@ -216,7 +216,6 @@ Status StreamEngine::IssueRow(const RowRequest& request, RowPlan& plan) {
   if (plan.direct == nullptr && plan.direct_bytes > 0) {
     TB_RETURN_IF_ERROR(streams_->CopyRow(flight.gpu, request.stream,
                                          Part(request, 0, plan.direct_bytes)));
-    CountPlain(flight.gpu, flight.direction, plan.direct_bytes);
   }
   return OkStatus();
 }
@@ -233,9 +232,6 @@ Status StreamEngine::LaunchRow(const RowRequest& request, bool is_start) {
   if (plan.flight == nullptr) {
     status = streams_->CopyRow(request.gpu, request.stream,
                                Part(request, 0, request.row.row_bytes()));
-    if (status.ok()) {
-      CountPlain(request.gpu, DirectionOf(request), request.row.row_bytes());
-    }
   } else {
     status = IssueRow(request, plan);
     if (!is_start || !status.ok()) {
@@ -245,10 +241,18 @@ Status StreamEngine::LaunchRow(const RowRequest& request, bool is_start) {
   }
   const std::lock_guard lock(mutex_);
   FlightPtr flight = plan.flight;
-  if (flight == nullptr && is_start && status.ok()) {
-    flight = NewLanded(request.call, request.gpu, DirectionOf(request),
-                       request.stream, request.run);
-  } else if (flight != nullptr) {
+  if (flight == nullptr) {
+    BookPlain(request.gpu, DirectionOf(request), request.row.row_bytes(),
+              status);
+    if (is_start && status.ok()) {
+      flight = NewLanded(request.call, request.gpu, DirectionOf(request),
+                         request.stream, request.run);
+    }
+  } else {
+    if (plan.direct == nullptr && plan.direct_bytes > 0 && status.ok()) {
+      CountPlain(flight->gpu, flight->direction, plan.direct_bytes);
+    }
+    flight->status = status;
     flight->is_issued = true;
     flight->is_joined = !is_start;
     --flight->num_holders;

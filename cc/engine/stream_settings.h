@@ -2,6 +2,7 @@
 #define TURBOBUS_ENGINE_STREAM_SETTINGS_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,10 @@ struct PathStats {
   /// From the start of a transfer's first block to the end of its last one.
   int64_t busy_ns = 0;
   int64_t num_late = 0;
+  /// Blocks that a relay refused, and transfers that the own link did.
+  int64_t num_failed = 0;
+  /// Issued and not over.
+  int64_t bytes_in_flight = 0;
   /// Of its rate, what strangers leave of it.
   double share = 1;
   /// Gets a probe at most: strangers keep it busy, or it has cost more than it
@@ -77,6 +82,9 @@ struct PathStats {
   bool has_rival = false;
   /// Why it is not used any more; empty while it is.
   std::string dropped;
+  /// Why the latest transfer that could have used it did without; empty if it
+  /// had no such reason.
+  std::string left_out;
 };
 
 struct StreamStats {
@@ -86,7 +94,9 @@ struct StreamStats {
   /// Over streams of our own; those on XLA's are counted as plain.
   int64_t num_completed = 0;
   int64_t completed_bytes = 0;
-  int64_t num_failures = 0;
+  int64_t num_failed = 0;
+  int64_t num_reissued_blocks = 0;
+  int64_t num_blocks_in_flight = 0;
   int64_t num_pooled = 0;
   int64_t num_direct = 0;
   /// Copies on XLA's own stream.
@@ -101,7 +111,8 @@ struct StreamStats {
   int64_t num_in_flight = 0;
   /// Neither done nor left by their runs.
   int64_t num_started = 0;
-  int64_t staging_bytes = 0;
+  /// Of each GPU that lends its link: allocated once.
+  std::map<int, int64_t> staging_bytes;
   int64_t num_events = 0;
   /// Host time of the latest calls that issued copies.
   std::vector<int64_t> handler_ns;
@@ -116,7 +127,9 @@ struct TransferRecord {
   int64_t size_bytes = 0;
   int64_t relayed_bytes = 0;
   int num_blocks = 0;
-  int num_failures = 0;
+  int num_reissued_blocks = 0;
+  std::string reissue_reason;
+  Status status;
   int64_t submitted_ns = 0;
   int64_t started_ns = 0;
   int64_t ended_ns = 0;
@@ -127,10 +140,17 @@ struct TransferRecord {
 struct StreamSpan {
   int path = 0;
   int64_t transfer = 0;
-  std::string call;
+  std::string call{};
+  int64_t offset_bytes = 0;
   int64_t size_bytes = 0;
+  int64_t issued_ns = 0;
   int64_t start_ns = 0;
+  /// On a relay: when the first hop was over, and when the second one began; 0:
+  /// there is one hop, or nobody knows.
+  int64_t relayed_ns = 0;
+  int64_t resumed_ns = 0;
   int64_t end_ns = 0;
+  StatusCode code = StatusCode::kOk;
 };
 
 }  // namespace turbobus::engine

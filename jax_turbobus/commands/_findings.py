@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_turbobus._discovery.limits import HostLimits
+from jax_turbobus._observe import Stats
 from jax_turbobus.topology import Discovery
 
-__all__ = ["Check", "exchange_checks", "gpu_checks", "host_checks"]
+__all__ = ["Check", "engine_checks", "exchange_checks", "gpu_checks", "host_checks"]
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -106,6 +107,26 @@ def gpu_checks(
             "GPUs and processes: transfers use no other GPU's link and no node "
             "service, and exchanges go through host memory",
         )
+
+
+def engine_checks(stats: Stats) -> Iterator[Check]:
+    """Yields what the engine of this process's GPUs holds, and which relays it lacks.
+
+    Args:
+      stats: of that engine.
+    """
+    if not stats.staging_bytes:
+        yield Check("note", "staging: none, as no GPU of this process lends its link")
+    for size in sorted(set(stats.staging_bytes.values())):
+        lenders = [gpu for gpu, own in stats.staging_bytes.items() if own == size]
+        names = ", ".join(f"gpu{gpu}" for gpu in sorted(lenders))
+        yield Check("ok", f"staging: {_size(size)} on each of {names}, allocated once")
+    said = set()
+    for lane in stats.lanes:
+        finding = f"gpu{lane.gpu} borrows no link of gpu{lane.relay}: {lane.reason}"
+        if lane.is_removed and finding not in said:
+            said.add(finding)
+            yield Check("warn", finding)
 
 
 def exchange_checks(

@@ -15,11 +15,12 @@ import jaxlib
 import numpy as np
 
 import jax_turbobus
-from jax_turbobus import _environment, _ffi, config, gpu, moe
+from jax_turbobus import _environment, _ffi, _observe, config, gpu, moe
 from jax_turbobus._discovery.limits import read_limits
 from jax_turbobus._discovery.sysfs import Sysfs
 from jax_turbobus.commands._findings import (
     Check,
+    engine_checks,
     exchange_checks,
     gpu_checks,
     host_checks,
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             _round_trip,
             _exchange,
             _gpus,
+            _engine,
             _exchange_figures,
             _host,
         )
@@ -214,6 +216,13 @@ def _gpus() -> Iterator[Check]:
         own_cpus=frozenset(os.sched_getaffinity(0)),
         environ=os.environ,
     )
+
+
+def _engine() -> Iterator[Check]:
+    """Yields what the engine of the GPUs holds; there is one after `_round_trip`."""
+    engine = gpu.engine()
+    if engine is not None:
+        yield from engine_checks(_observe.stats_of(engine))
 
 
 def _exchange_figures() -> Iterator[Check]:

@@ -5,6 +5,7 @@ apart. People ask about links. Here a lane's hops are laid over the links they c
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -54,23 +55,28 @@ def _walk(topology: Topology, links: Sequence[int], start: str) -> Iterator[str]
 
 def hops(topology: Topology, lane: LaneStats) -> list[list[str]]:
     """Returns the links of each hop of a lane: one if direct, two over a relay."""
-    ways = topology.paths(lane.gpu, lane.direction, lane.numa_node)
+    node = topology.gpus[lane.gpu].numa_node
+    if lane.numa_node is not None:
+        node = lane.numa_node
+    ways = topology.paths(lane.gpu, lane.direction, node)
     path = next(way for way in ways if way.relay == lane.relay)
-    memory = topology.numa_nodes[lane.numa_node].id
+    memory = topology.numa_nodes[node].id
     start = memory if lane.direction == "h2d" else topology.gpus[lane.gpu].id
     names = list(_walk(topology, path.links, start))
     if lane.relay is None:
         return [names]
     # The relay's own way to host memory is one hop, the fabric between is the other.
-    own = len(topology.paths(lane.relay, lane.direction, lane.numa_node)[0].links)
+    own = len(topology.paths(lane.relay, lane.direction, node)[0].links)
     cut = own if lane.direction == "h2d" else len(names) - own
     return [names[:cut], names[cut:]]
 
 
 def hops_on_gpus(lane: LaneStats) -> list[list[str]]:
     """Returns the one link of a lane of real GPUs that is watched: to the host."""
-    owner = lane.gpu if lane.relay is None else lane.relay
-    return [[f"pcie gpu{owner} {lane.direction}"]]
+    if lane.relay is None:
+        return [[f"pcie gpu{lane.gpu} {lane.direction}"]]
+    to_host = [f"pcie gpu{lane.relay} {lane.direction}"]
+    return [to_host, []] if lane.direction == "h2d" else [[], to_host]
 
 
 def link_names(topology: Topology) -> list[str]:
@@ -107,6 +113,9 @@ def spans(
         if event["ph"] != "X" or event["cat"] != "block":
             continue
         name, _, hop = tracks[event["pid"], event["tid"]].partition(", ")
+        links = links_of[name]
+        if hop:
+            links = [links[1 if hop == "second hop" else 0]]
         result += [
             Span(
                 link=link,
@@ -115,7 +124,7 @@ def spans(
                 start_ms=event["ts"] / 1e3,
                 duration_ms=event["dur"] / 1e3,
             )
-            for link in links_of[name][1 if hop == "second hop" else 0]
+            for link in itertools.chain.from_iterable(links)
         ]
     return result
 

@@ -111,17 +111,27 @@ class _TwoGpus:
         return []
 
     def take_spans(self):
-        kind = {"transfer": self.num_transfers, "call": "to_device"}
+        kind = {"transfer": self.num_transfers, "call": "to_device", "status": "OK"}
+        times = {"issued_ns": 4, "start_ns": 5}
         return [
-            {"path": i, **kind, "size_bytes": size, "start_ns": 5, "end_ns": 9 + i}
+            {
+                **kind,
+                **times,
+                "path": i,
+                "offset_bytes": 0,
+                "size_bytes": size,
+                "relayed_ns": 8 * i,  # over NVLink then
+                "resumed_ns": 8 * i,
+                "end_ns": 9 + i,
+            }
             for i, size in enumerate((3 << 20, 2 << 20))
             if self.num_transfers
         ]
 
     def stats(self):
-        zeros = dict.fromkeys(
-            ("now_ns", "created_ns", "num_in_flight", "num_failures"), 0
-        )
+        counts = "in_flight", "failed", "reissued_blocks", "blocks_in_flight"
+        zeros = dict.fromkeys((f"num_{name}" for name in counts), 0)
+        zeros |= {"now_ns": 0, "created_ns": 0}
         paths = [
             {
                 "gpu": 0,
@@ -132,13 +142,19 @@ class _TwoGpus:
                 "num_blocks": self.num_transfers,
                 "busy_ns": 4,
                 "num_late": 0,
+                "num_failed": 0,
+                "num_bytes_in_flight": 0,
+                "is_backed_off": False,
+                "has_rival": False,
                 "dropped": "",
+                "left_out": "",
             }
             for relay, size in ((None, 3 << 20), (1, 2 << 20))
         ]
         plain = {"num_plain": 0, "plain_bytes": 0}
         done = {"num_completed": self.num_transfers, "completed_bytes": 0}
-        return {**zeros, **plain, **done, "paths": paths, "recent_transfers": []}
+        others = {"paths": paths, "recent_transfers": [], "staging_bytes": {}}
+        return {**zeros, **plain, **done, **others}
 
 
 def test_what_the_engine_of_gpus_moves_is_laid_over_their_links(tmp_path, monkeypatch):

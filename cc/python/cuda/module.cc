@@ -139,7 +139,10 @@ py::dict Stats() {
         "num_blocks"_a = path.num_blocks, "num_bytes"_a = path.size_bytes,
         "busy_ns"_a = path.busy_ns, "num_late"_a = path.num_late,
         "is_backed_off"_a = path.is_backed_off, "share"_a = path.share,
-        "has_rival"_a = path.has_rival, "dropped"_a = path.dropped));
+        "num_failed"_a = path.num_failed,
+        "num_bytes_in_flight"_a = path.bytes_in_flight,
+        "has_rival"_a = path.has_rival, "dropped"_a = path.dropped,
+        "left_out"_a = path.left_out));
   }
   py::list transfers;
   for (const engine::TransferRecord& one : records) {
@@ -148,18 +151,22 @@ py::dict Stats() {
         "direction"_a = DirectionName(one.direction),
         "size_bytes"_a = one.size_bytes, "num_blocks"_a = one.num_blocks,
         "num_relayed_bytes"_a = one.relayed_bytes,
-        "num_failures"_a = one.num_failures,
-        "submitted_ns"_a = one.submitted_ns, "started_ns"_a = one.started_ns,
-        "ended_ns"_a = one.ended_ns));
+        "num_reissued_blocks"_a = one.num_reissued_blocks,
+        "reissue_reason"_a = one.reissue_reason,
+        "status"_a = std::string(StatusCodeName(one.status.code())),
+        "message"_a = one.status.message(), "submitted_ns"_a = one.submitted_ns,
+        "started_ns"_a = one.started_ns, "ended_ns"_a = one.ended_ns));
   }
   return py::dict(
       "paths"_a = paths, "recent_transfers"_a = transfers,
       "now_ns"_a = stats.now_ns, "created_ns"_a = stats.created_ns,
       "num_completed"_a = stats.num_completed,
       "completed_bytes"_a = stats.completed_bytes,
-      "num_failures"_a = stats.num_failures, "num_pooled"_a = stats.num_pooled,
-      "num_direct"_a = stats.num_direct, "num_plain"_a = stats.num_plain,
-      "plain_bytes"_a = stats.plain_bytes,
+      "num_failed"_a = stats.num_failed,
+      "num_reissued_blocks"_a = stats.num_reissued_blocks,
+      "num_blocks_in_flight"_a = stats.num_blocks_in_flight,
+      "num_pooled"_a = stats.num_pooled, "num_direct"_a = stats.num_direct,
+      "num_plain"_a = stats.num_plain, "plain_bytes"_a = stats.plain_bytes,
       "num_rows_by_cores"_a = stats.num_rows_by_cores,
       "num_rows_guessed"_a = stats.num_rows_guessed,
       "num_guesses_right"_a = stats.num_guesses_right,
@@ -180,10 +187,13 @@ py::list TakeSpans() {
   }
   py::list out;
   for (const engine::StreamSpan& span : spans) {
-    out.append(py::dict("path"_a = span.path, "transfer"_a = span.transfer,
-                        "call"_a = span.call, "size_bytes"_a = span.size_bytes,
-                        "start_ns"_a = span.start_ns,
-                        "end_ns"_a = span.end_ns));
+    out.append(py::dict(
+        "path"_a = span.path, "transfer"_a = span.transfer,
+        "call"_a = span.call, "offset_bytes"_a = span.offset_bytes,
+        "size_bytes"_a = span.size_bytes, "issued_ns"_a = span.issued_ns,
+        "start_ns"_a = span.start_ns, "relayed_ns"_a = span.relayed_ns,
+        "resumed_ns"_a = span.resumed_ns, "end_ns"_a = span.end_ns,
+        "status"_a = std::string(StatusCodeName(span.code))));
   }
   return out;
 }
