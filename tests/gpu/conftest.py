@@ -12,7 +12,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
+# What these tests share is in files beside them and beside those of `moe`.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(1, str(pathlib.Path(__file__).parent.parent / "moe"))
 
 from gpu_programs import PLATFORM, gpus
 

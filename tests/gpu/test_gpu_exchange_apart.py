@@ -1,6 +1,7 @@
 """GPUs that do not reach each other's memory exchange all the same, and say how."""
 
 import pytest
+from gpu_exchanges import FEW, MANY
 from gpu_programs import PLATFORM, run_python
 
 pytestmark = [
@@ -8,43 +9,38 @@ pytestmark = [
     pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices share one memory"),
 ]
 
-# With few tokens rows go by mail, with many through rings of slots.
-FEW, MANY = 300, 2000
-
 PRELUDE = """
 import itertools, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import gpu_exchange_checks as checks
+import gpu_exchanges as g
 import jax
-import test_gpu_exchange as t
 from moe_mesh import KINDS, on_mesh, scaling_layer
-t.T = {num_tokens}
+num_tokens = {num_tokens}
 """
 
 LAYERS = """
-options = dict(t.OPTIONS, half={"recv_capacity": t.T * 3 // 2})
-for kind, one in zip(KINDS, itertools.cycle(options.values())):
-    t.test_layers_and_gradients_are_the_dense_ones(kind, one)
-    t.test_rows_lie_where_they_do_on_cpu_devices(kind, one)
+for kind, one in zip(KINDS, itertools.cycle(g.options_for(num_tokens).values())):
+    checks.check_layers_and_gradients(kind, one, num_tokens)
+    checks.check_rows(kind, one, num_tokens)
 """
 
 SCHEDULES = """
 for schedule in ("auto", "packed", "broadcast", "direct", "relay"):
-    args = t.inputs("duplicates", num_tokens=t.T)
-    layer = on_mesh(scaling_layer(t.E, schedule=schedule), t.mesh_of_gpus())
-    t.assert_same(jax.jit(layer)(*args), t.on_cpu(t.dense, *args))
+    checks.check_schedule(schedule, num_tokens)
 """
 
 DTYPES = """
 for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
     for hidden in (7, 520):
-        t.test_every_dtype_and_odd_rows(dtype, hidden)
-t.test_nobody_has_tokens()
+        checks.check_dtype(dtype, hidden, num_tokens)
+checks.check_no_tokens()
 """
 
 PROGRAMS = """
-t.test_two_exchanges_beside_psum_in_many_runs()
-t.test_scan_remat_and_vmap()
-t.test_chunks_give_what_the_whole_does()
+checks.check_calls_that_look_alike(num_tokens)
+checks.check_scan_remat_and_vmap(num_tokens)
+checks.check_chunks(num_tokens)
 """
 
 
@@ -73,8 +69,8 @@ def test_a_slot_that_is_no_size_is_an_error_that_names_it():
         PRELUDE.format(num_tokens=MANY)
         + """
 try:
-    layer = on_mesh(scaling_layer(t.E), t.mesh_of_gpus())
-    jax.block_until_ready(jax.jit(layer)(*t.inputs("distinct", num_tokens=t.T)))
+    layer = on_mesh(scaling_layer(g.E), g.mesh_of_gpus())
+    jax.block_until_ready(jax.jit(layer)(*g.inputs("distinct", num_tokens)))
 except jax.errors.JaxRuntimeError as error:
     print("error:", error)
 """

@@ -3,16 +3,10 @@
 tests/moe/test_exchange_checks.py has every buffer of every handler.
 """
 
-import pathlib
-import sys
-
 import jax
 import pytest
-from gpu_programs import PLATFORM, gpus
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "moe"))
-
 from exchange_targets import CHOICES, F16, F32, TARGETS, call
+from gpu_programs import PLATFORM, gpus
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_exchanges import mesh_of
 from gpu_programs import PLATFORM, gpus
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import _ffi, moe
@@ -17,9 +17,8 @@ T, H, E, K = 512, 256, 8, 2
 
 
 def on_mesh(layer, num_args):
-    mesh = Mesh(np.array(gpus()[:1]), ("x",), axis_types=(AxisType.Auto,))
     return jax.shard_map(
-        layer, mesh=mesh, in_specs=(P("x"),) * num_args, out_specs=P("x")
+        layer, mesh=mesh_of(gpus()[:1]), in_specs=(P("x"),) * num_args, out_specs=P("x")
     )
 
 

@@ -1,73 +1,17 @@
 """The bytes that exchanges between GPUs count are those that `volume` says."""
 
+import gpu_exchanges as g
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_gpu_exchange as exchange
+from gpu_exchange_counts import check_counts, counted
+from gpu_exchanges import FEW, MANY
 from gpu_programs import PLATFORM, gpus, run_python
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from moe_mesh import on_mesh, scaling_layer
 
 from jax_turbobus import moe
-
-# Few tokens go by mail where GPUs do not reach each other's memory, many by rings.
-FEW, MANY = 300, 2000
-
-
-def counted():
-    return {kind.op: kind for kind in moe.exchange_stats()}
-
-
-def check_counts(schedule, num_tokens, dtype=jnp.float32):
-    """Runs a layer there and back twice; returns the (schedule, path) of each op."""
-    num_ranks = exchange.num_ranks()
-    tokens, ids, weights, scale = exchange.inputs(
-        "duplicates", dtype=dtype, num_tokens=num_tokens
-    )
-    layer = on_mesh(
-        scaling_layer(exchange.E, schedule=schedule), exchange.mesh_of_gpus()
-    )
-
-    def loss(tokens, weights):
-        return (layer(tokens, ids, weights, scale).astype(jnp.float32) ** 2).sum()
-
-    run = jax.jit(jax.grad(loss, (0, 1)))
-    jax.block_until_ready(run(tokens, weights))
-    moe.reset_exchange_stats()
-    assert not moe.exchange_stats()
-    for _ in range(2):
-        jax.block_until_ready(run(tokens, weights))
-    kinds = counted()
-    assert {kind.num_calls for kind in kinds.values()} == {2}
-    by_rank = np.asarray(ids).reshape(num_ranks, num_tokens, exchange.K)
-    volume = moe.volume(
-        tokens_per_rank=num_tokens,
-        hidden=exchange.H,
-        num_experts=exchange.E,
-        top_k=exchange.K,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        expert_ids=by_rank,
-    )
-
-    def bytes_of(op, phase):
-        return 2 * getattr(volume[kinds[op].schedule], phase)
-
-    pair_bytes = {op: kind.pair_bytes for op, kind in kinds.items()}
-    np.testing.assert_array_equal(
-        pair_bytes["dispatch"], bytes_of("dispatch", "dispatch")
-    )
-    for op in ("combine", "dispatch_grad"):
-        np.testing.assert_array_equal(pair_bytes[op], bytes_of(op, "combine"))
-    # A float32 comes back for each choice.
-    choices = volume.counts.slots.T * (1 - np.eye(num_ranks))
-    np.testing.assert_array_equal(
-        pair_bytes["combine_grad"],
-        bytes_of("combine_grad", "dispatch") + 2 * 4 * choices,
-    )
-    return {(kind.schedule, kind.path) for kind in kinds.values()}
 
 
 @pytest.mark.multigpu
@@ -91,24 +35,24 @@ def test_bytes_between_gpus_are_those_of_volume(num_tokens, dtype):
 )
 def test_bytes_through_host_memory_are_those_of_volume(schedule, num_tokens, went):
     code = f"""
-import test_gpu_exchange_counts as t
-assert t.check_counts({schedule!r}, {num_tokens}) == {went}
+from gpu_exchange_counts import check_counts
+assert check_counts({schedule!r}, {num_tokens}) == {went}
 """
     run_python(code, JAX_TURBOBUS_PEER_ACCESS="0")
 
 
 @pytest.mark.multigpu
 def test_a_vmapped_exchange_is_one_call_of_all_its_bytes():
-    tokens, ids, weights, scale = exchange.inputs("masked")
+    tokens, ids, weights, scale = g.inputs("masked")
     mapped = jax.jit(
         jax.shard_map(
-            jax.vmap(scaling_layer(exchange.E), (0, None, None, None)),
-            mesh=exchange.mesh_of_gpus(),
+            jax.vmap(scaling_layer(g.E), (0, None, None, None)),
+            mesh=g.mesh_of_gpus(),
             in_specs=(P(None, "x"), P("x"), P("x"), P("x")),
             out_specs=P(None, "x"),
         )
     )
-    one = jax.jit(on_mesh(scaling_layer(exchange.E), exchange.mesh_of_gpus()))
+    one = jax.jit(on_mesh(scaling_layer(g.E), g.mesh_of_gpus()))
     moe.reset_exchange_stats()
     jax.block_until_ready(one(tokens, ids, weights, scale))
     alone = counted()
@@ -122,16 +66,15 @@ def test_a_vmapped_exchange_is_one_call_of_all_its_bytes():
 
 @pytest.mark.gpu
 def test_a_gpu_alone_counts_its_calls_and_sends_nobody_anything():
-    mesh = Mesh(np.array(gpus()[:1]), ("x",), axis_types=(AxisType.Auto,))
     num_tokens = 64
-    ids = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] % exchange.E
+    ids = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] % g.E
     args = (
-        jnp.ones((num_tokens, exchange.H)),
+        jnp.ones((num_tokens, g.H)),
         ids,
         jnp.ones((num_tokens, 1)),
-        jnp.ones((exchange.E, exchange.H)),
+        jnp.ones((g.E, g.H)),
     )
-    layer = jax.jit(on_mesh(scaling_layer(exchange.E), mesh))
+    layer = jax.jit(on_mesh(scaling_layer(g.E), g.mesh_of(gpus()[:1])))
     moe.reset_exchange_stats()
     for _ in range(3):
         jax.block_until_ready(layer(*args))

@@ -15,27 +15,27 @@ PRELUDE = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import jax, jax.numpy as jnp, numpy as np
-import test_gpu_exchange as t
+import gpu_exchanges as g
 from jax.sharding import PartitionSpec as P
 from jax_turbobus import _ffi, moe
 from moe_mesh import on_mesh, scaling_layer
 
-tokens, ids, weights, scale = t.inputs("duplicates")
+tokens, ids, weights, scale = g.inputs("duplicates")
 
 def both_ways(layer):
     def loss(*args):
         y = layer(*args)
-        return (y * jnp.arange(t.H) % 3).sum(), y
+        return (y * jnp.arange(g.H) % 3).sum(), y
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 def check(layer, want, *args):
-    t.assert_same(both_ways(layer)(*args), t.on_cpu(both_ways(want), *args))
+    g.assert_same(both_ways(layer)(*args), g.on_cpu(both_ways(want), *args))
     print("paths", sorted({kind.path for kind in moe.exchange_stats()}))
 """
 
 LAYER = """
-check(on_mesh(scaling_layer(t.E), t.mesh_of_gpus()), t.dense,
+check(on_mesh(scaling_layer(g.E), g.mesh_of_gpus()), g.dense,
       tokens, ids, weights, scale)
 print("peers", _ffi.cuda().can_access_peer(0, 1) and _ffi.cuda().can_access_peer(1, 0))
 """
@@ -79,11 +79,11 @@ def test_tables_may_be_constants_of_the_program():
     said = run_python(
         PRELUDE
         + """
-own_ids, own_weights = np.asarray(ids)[:t.T], np.asarray(weights)[:t.T]
-layer = scaling_layer(t.E)
-all_ids, all_weights = (np.tile(x, (t.num_ranks(), 1)) for x in (own_ids, own_weights))
-check(on_mesh(lambda x, s: layer(x, own_ids, own_weights, s), t.mesh_of_gpus()),
-      lambda x, s: t.dense(x, all_ids, all_weights, s), tokens, scale)
+own_ids, own_weights = np.asarray(ids)[:g.FEW], np.asarray(weights)[:g.FEW]
+layer = scaling_layer(g.E)
+all_ids, all_weights = (np.tile(x, (g.num_ranks(), 1)) for x in (own_ids, own_weights))
+check(on_mesh(lambda x, s: layer(x, own_ids, own_weights, s), g.mesh_of_gpus()),
+      lambda x, s: g.dense(x, all_ids, all_weights, s), tokens, scale)
 print("done")
 """,
         JAX_TURBOBUS_PEER_ACCESS="1",

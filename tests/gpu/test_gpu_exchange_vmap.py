@@ -1,18 +1,12 @@
 """A batch under vmap is exchanged whole, on any number of GPUs: one is enough."""
 
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_exchanges import mesh_of
 from gpu_programs import gpus
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "moe"))
-
 from moe_mesh import integers, routing, scaling_layer
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +16,7 @@ T, K, E, H = 96, 2, 8, 260
 
 @pytest.mark.parametrize("mapped", ["tokens", "all"])
 def test_every_entry_of_a_batch_is_what_it_is_alone(mapped):
-    mesh = Mesh(np.array(gpus()[:2]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(gpus()[:2])
     ids = routing("distinct", mesh.size, T, K, E).reshape(-1, K)
     tokens = integers((mesh.size * T, H), seed=1, most=1)
     args = (

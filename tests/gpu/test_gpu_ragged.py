@@ -1,87 +1,31 @@
 """`ragged_all_to_all` on GPUs equals the row-by-row reference and the CPU's bits."""
 
-import functools
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import PLATFORM, assert_same_bytes, gpus, random, run_python
+from gpu_programs import PLATFORM, assert_same_bytes, random, run_python
+from gpu_ragged_checks import (
+    OPERAND_ROWS,
+    OUTPUT_ROWS,
+    call,
+    check_groups,
+    check_program,
+    check_rows_and_gradients,
+    fields_of,
+    mapped,
+    mesh,
+    num_ranks,
+    rows,
+)
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "moe"))
-
-from ragged_reference import plan, slow, slow_gradients, values
-
-from jax_turbobus.moe import ragged_all_to_all
+from ragged_reference import slow, slow_gradients, values
 
 pytestmark = pytest.mark.gpu
 
-OPERAND_ROWS, OUTPUT_ROWS = 96, 160
-
-
-def num_ranks():
-    return min(4, len(gpus()))
-
-
-def mesh(platform=PLATFORM):
-    devices = jax.devices(platform)[: num_ranks()]
-    return Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
-
-
-def mapped(function, mesh_=None):
-    """Runs `function` per rank; arguments and results have the rank in front."""
-    mesh_ = mesh() if mesh_ is None else mesh_
-
-    def per_rank(*args):
-        return jax.tree.map(lambda y: y[None], function(*(x[0] for x in args)))
-
-    wrapped = jax.jit(
-        jax.shard_map(per_rank, mesh=mesh_, in_specs=P("x"), out_specs=P("x"))
-    )
-    sharding = NamedSharding(mesh_, P("x"))
-    return lambda *args: jax.tree.map(
-        np.asarray, wrapped(*(jax.device_put(x, sharding) for x in args))
-    )
-
-
-def call(*args):
-    return ragged_all_to_all(*args, axis_name="x")
-
-
-def fields_of(seed, **options):
-    options = {"operand_rows": OPERAND_ROWS, "output_rows": OUTPUT_ROWS, **options}
-    return plan(seed, ranks=num_ranks(), **options)
-
-
-def rows(seed, num_rows, *shape, dtype=np.float32):
-    return values(seed, num_ranks(), num_rows, *shape, dtype=dtype)
-
 
 def test_every_row_and_every_gradient():
-    for seed, overlap in enumerate([False, True]):
-        for each in (1, 3):
-            fields = fields_of(seed, each=each, overlap=overlap)
-            operand, output = rows(1, OPERAND_ROWS, 520), rows(2, OUTPUT_ROWS, 520)
-
-            def energy(operand, output, *fields):
-                result = call(operand, output, *fields)
-                return (result**2).sum() / 2, result
-
-            def both(*args, energy=energy):
-                return jax.value_and_grad(energy, (0, 1), has_aux=True)(*args)
-
-            (_, result), bars = mapped(both)(operand, output, *fields)
-            want = slow(operand, output, fields)
-            np.testing.assert_array_equal(result, want)
-            for bar, wanted in zip(
-                bars, slow_gradients(want, OPERAND_ROWS, fields), strict=True
-            ):
-                np.testing.assert_array_equal(bar, wanted)
+    check_rows_and_gradients()
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1024,)], ids=str)
@@ -226,38 +170,11 @@ def test_many_calls_of_one_helper_among_psums():
 
 
 def test_groups_exchange_among_themselves():
-    each = np.arange(num_ranks()).reshape(-1, max(1, num_ranks() // 2))[:, ::-1]
-    groups = [[int(i) for i in group] for group in each]
-    operand, output = rows(0, OPERAND_ROWS, 24), rows(1, OUTPUT_ROWS, 24)
-    fields = [np.zeros((num_ranks(), each.shape[1]), np.int32) for _ in range(4)]
-    want = np.zeros_like(output)
-    for g, group in enumerate(groups):
-        part = plan(20 + g, ranks=each.shape[1])
-        for f, p in zip(fields, part, strict=True):
-            f[group] = p
-        want[group] = slow(operand[group], output[group], part)
-    f = functools.partial(ragged_all_to_all, axis_name="x", axis_index_groups=groups)
-    np.testing.assert_array_equal(mapped(f)(operand, output, *fields), want)
+    check_groups()
 
 
 def test_the_program_holds_our_calls_and_no_gather():
-    def layer(operand, *args):
-        return jax.grad(lambda x: (call(x, *args) ** 2).sum())(operand)
-
-    f = jax.shard_map(
-        lambda *args: layer(*(x[0] for x in args))[None],
-        mesh=mesh(),
-        in_specs=P("x"),
-        out_specs=P("x"),
-    )
-    args = [rows(0, OPERAND_ROWS, 64), rows(1, OUTPUT_ROWS, 64), *fields_of(1)]
-    sharding = NamedSharding(mesh(), P("x"))
-    text = jax.jit(f).lower(*(jax.device_put(x, sharding) for x in args))
-    text = text.compile().as_text()
-    assert text.count('custom_call_target="turbobus_ragged_all_to_all"') == 1
-    assert text.count('custom_call_target="turbobus_ragged_all_to_all_transpose"') == 1
-    if PLATFORM == "cuda":
-        assert "all-gather" not in text
+    check_program()
 
 
 @pytest.mark.skipif(PLATFORM != "cuda", reason="CPU devices raise at once")
@@ -286,10 +203,10 @@ def test_a_slice_that_does_not_fit_is_told_of_by_a_later_call():
 APART = """
 import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import numpy as np
-import test_gpu_ragged as t
-t.test_every_row_and_every_gradient()
-t.test_groups_exchange_among_themselves()
-t.test_the_program_holds_our_calls_and_no_gather()
+import gpu_ragged_checks as t
+t.check_rows_and_gradients()
+t.check_groups()
+t.check_program()
 fields = t.fields_of(1)
 operand, output = t.rows(0, t.OPERAND_ROWS, 24), t.rows(1, t.OUTPUT_ROWS, 24)
 run = t.mapped(t.call)
@@ -323,7 +240,7 @@ def test_more_slices_than_can_be_packed_take_collectives_and_say_why():
     code = """
 import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import numpy as np
-import test_gpu_ragged as t
+import gpu_ragged_checks as t
 each = 16384 // t.num_ranks() ** 2
 fields = t.fields_of(1, each=each, operand_rows=each * 4, output_rows=each * 16)
 operand, output = t.rows(0, each * 4, 8), t.rows(1, each * 16, 8)
