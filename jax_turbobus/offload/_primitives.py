@@ -1,7 +1,8 @@
-"""The primitives behind the offload calls: their types and how they lower.
+"""The primitives behind the offload calls, and how they lower.
 
 A primitive is one FFI call of docs/ffi.md. Arguments are checked by the public
-functions; the rules for jvp, transpose and vmap are in `_rules`.
+functions; types of results are in `_shapes`, the rules for jvp and transpose in
+`_derivatives`, those for vmap in `_batching`.
 
 None of them has a JAX effect, so checkpoint and custom derivatives take them on
 every JAX version. Starts and dones have side effects for XLA alone: equal ones
@@ -19,18 +20,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_turbobus import _compat
+from jax_turbobus.offload import _shapes
 from jax_turbobus.offload._define import (
-    DEVICE,
     HOST,
     alike,
     define,
-    dims_of,
     emit_ffi,
     register_lowering,
-    row_aval,
     run_compiled,
 )
-from jax_turbobus.offload._partition import Dims
 
 __all__ = [
     "buffer_p",
@@ -58,82 +56,18 @@ __all__ = [
 ]
 
 
-def _to_device_aval(x: Any, **_: Any) -> Any:
-    return x.update(memory_space=DEVICE)
-
-
-def _to_host_aval(x: Any, **_: Any) -> Any:
-    return x.update(memory_space=HOST)
-
-
-def _into_aval(x: Any, out: Any, **_: Any) -> Any:
-    del x
-    return out.update(memory_space=HOST, weak_type=False)
-
-
-def _fetch_aval(stack: Any, index: Any, *, axis: int) -> Any:
-    del index
-    return row_aval(stack, axis)
-
-
-def _store_aval(stack: Any, index: Any, row: Any, *, axis: int) -> Any:
-    del index, row, axis
-    return stack.update(memory_space=HOST, weak_type=False)
-
-
-def _place_aval(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
-    del index
-    spec = list(row.sharding.spec) + [None] * (row.ndim - len(row.sharding.spec))
-    spec.insert(axis, None)
-    return row.update(
-        shape=(*row.shape[:axis], length, *row.shape[axis:]),
-        sharding=row.sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
-        memory_space=HOST,
-        weak_type=False,
-    )
-
-
-def _done_aval(buffer: Any, *read: Any, target: str, num_marks: int = 0) -> Any:
-    del read, target, num_marks
-    return buffer
-
-
-def _fetch_dims(
-    stack: Any, index: Any, *, axis: int
-) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    del index
-    dims = dims_of(stack)
-    return [dims, ()], dims[:axis] + dims[axis + 1 :], (dims[axis],)
-
-
-def _store_dims(
-    stack: Any, index: Any, row: Any, *, axis: int
-) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    operands, row_dims, whole = _fetch_dims(stack, index, axis=axis)
-    del row
-    return [*operands, row_dims], operands[0], whole
-
-
-def _place_dims(
-    row: Any, index: Any, *, axis: int, **_: Any
-) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    del index
-    dims = dims_of(row)
-    return [dims, ()], (*dims[:axis], "rows", *dims[axis:]), ("rows",)
-
-
 # Host to device.
 
 h2d_p = define(
     "turbobus_h2d",
-    _to_device_aval,
+    _shapes.to_device_aval,
     lambda context, x: emit_ffi(context, "turbobus_h2d_copy", [x]),
     alike,
     leads=True,
 )
 h2d_start_p = define(
     "turbobus_h2d_start",
-    _to_device_aval,
+    _shapes.to_device_aval,
     lambda context, x: emit_ffi(
         context, "turbobus_h2d_start", [x], has_side_effect=True
     ),
@@ -145,11 +79,11 @@ h2d_start_p = define(
 def _define_fetch(name: str) -> Any:
     return define(
         name,
-        _fetch_aval,
+        _shapes.fetch_aval,
         lambda context, stack, index, *, axis: emit_ffi(
             context, "turbobus_fetch", [stack, index], axis=np.int64(axis)
         ),
-        _fetch_dims,
+        _shapes.fetch_dims,
         leads=True,
     )
 
@@ -159,7 +93,7 @@ fetch_p = _define_fetch("turbobus_fetch")
 fetch_tangent_p = _define_fetch("turbobus_fetch_tangent")
 fetch_start_p = define(
     "turbobus_fetch_start",
-    _fetch_aval,
+    _shapes.fetch_aval,
     lambda context, stack, index, *, axis: emit_ffi(
         context,
         "turbobus_fetch_start",
@@ -167,7 +101,7 @@ fetch_start_p = define(
         has_side_effect=True,
         axis=np.int64(axis),
     ),
-    _fetch_dims,
+    _shapes.fetch_dims,
     has_side_effect=True,
 )
 
@@ -182,14 +116,6 @@ def _fetch_rows(stack: Any, indices: Any, *, axis: int) -> Any:
     )
 
 
-def _fetch_rows_aval(stack: Any, indices: Any, *, axis: int) -> Any:
-    row = row_aval(stack, axis)
-    spec = jax.sharding.PartitionSpec(None, *row.sharding.spec)
-    return row.update(
-        shape=(*indices.shape, *row.shape), sharding=row.sharding.update(spec=spec)
-    )
-
-
 def _lower_fetch_rows(context: Any, *operands: Any, **params: Any) -> Any:
     lower = mlir.lower_fun(_fetch_rows, multiple_results=False)
     mesh = _compat.explicit_mesh(context.avals_in)
@@ -200,7 +126,7 @@ def _lower_fetch_rows(context: Any, *operands: Any, **params: Any) -> Any:
 
 
 fetch_rows_p: Any = Primitive("turbobus_fetch_rows")
-fetch_rows_p.def_abstract_eval(_fetch_rows_aval)
+fetch_rows_p.def_abstract_eval(_shapes.fetch_rows_aval)
 run_compiled(fetch_rows_p)
 mlir.register_lowering(fetch_rows_p, _lower_fetch_rows)
 
@@ -210,7 +136,7 @@ mlir.register_lowering(fetch_rows_p, _lower_fetch_rows)
 
 d2h_into_p = define(
     "turbobus_d2h_into",
-    _into_aval,
+    _shapes.into_aval,
     lambda context, x, out: emit_ffi(
         context, "turbobus_d2h_copy", [x, out], aliases={1: 0}
     ),
@@ -219,7 +145,7 @@ d2h_into_p = define(
 )
 d2h_into_start_p = define(
     "turbobus_d2h_into_start",
-    _into_aval,
+    _shapes.into_aval,
     lambda context, x, out: emit_ffi(
         context,
         "turbobus_d2h_start",
@@ -233,7 +159,7 @@ d2h_into_start_p = define(
 )
 store_p = define(
     "turbobus_store",
-    _store_aval,
+    _shapes.store_aval,
     lambda context, stack, index, row, *, axis: emit_ffi(
         context,
         "turbobus_store",
@@ -241,12 +167,12 @@ store_p = define(
         aliases={0: 0},
         axis=np.int64(axis),
     ),
-    _store_dims,
+    _shapes.store_dims,
     follows=(2,),
 )
 store_start_p = define(
     "turbobus_store_start",
-    _store_aval,
+    _shapes.store_aval,
     lambda context, stack, index, row, *, axis: emit_ffi(
         context,
         "turbobus_store_start",
@@ -255,7 +181,7 @@ store_start_p = define(
         has_side_effect=True,
         axis=np.int64(axis),
     ),
-    _store_dims,
+    _shapes.store_dims,
     has_side_effect=True,
     follows=(2,),
 )
@@ -265,34 +191,13 @@ store_start_p = define(
 # is read: it holds anything. `vmap` over `others` alone makes one for each of them.
 
 
-def _buffer_aval(x: Any, *others: Any, sizes: tuple[int, ...]) -> Any:
-    del others
-    spec = (*(None,) * len(sizes), *x.sharding.spec)
-    return x.update(
-        shape=(*sizes, *x.shape),
-        sharding=x.sharding.update(spec=jax.sharding.PartitionSpec(*spec)),
-        memory_space=DEVICE,
-    )
-
-
-def _buffer_dims(
-    x: Any, *others: Any, sizes: tuple[int, ...]
-) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    dims = dims_of(x)
-    operands = [dims]
-    for n, other in enumerate(others):
-        operands.append(tuple(f"other{n}_{d}" for d in range(other.ndim)))
-    added = tuple(f"added{n}" for n in range(len(sizes)))
-    return operands, (*added, *dims), added
-
-
 buffer_p = define(
     "turbobus_buffer",
-    _buffer_aval,
+    _shapes.buffer_aval,
     lambda context, x, *_, sizes: emit_ffi(
         context.replace(avals_in=context.avals_in[:1]), "turbobus_buffer", [x]
     ),
-    _buffer_dims,
+    _shapes.buffer_dims,
     platform="cpu",
     leads=True,
 )
@@ -301,7 +206,7 @@ register_lowering(
     lambda context, *_, sizes: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
         context.replace(avals_in=[])
     ),
-    _buffer_dims,
+    _shapes.buffer_dims,
     leads=True,
     platform="cuda",
 )
@@ -347,7 +252,7 @@ def _into_new_buffer(into_p: Any) -> Any:
 
 d2h_p = define(
     "turbobus_d2h",
-    _to_host_aval,
+    _shapes.to_host_aval,
     lambda context, x, **_: emit_ffi(context, "turbobus_d2h_new", [x]),
     alike,
     platform="cpu",
@@ -355,7 +260,7 @@ d2h_p = define(
 mlir.register_lowering(d2h_p, _into_new_buffer(d2h_into_p), platform="cuda")
 d2h_start_p = define(
     "turbobus_d2h_start",
-    _to_host_aval,
+    _shapes.to_host_aval,
     lambda context, x, **_: emit_ffi(
         context, "turbobus_d2h_new_start", [x], has_side_effect=True
     ),
@@ -401,28 +306,13 @@ def _place(row: Any, index: Any, *, axis: int, length: int, **_: Any) -> Any:
 
 place_p = define(
     "turbobus_place",
-    _place_aval,
+    _shapes.place_aval,
     mlir.lower_fun(_place, multiple_results=False),
-    _place_dims,
+    _shapes.place_dims,
 )
 
 # The second half of a start: waits, and gives the same buffer, ready. `read` is
 # what the start reads, kept alive until then. The last ones may be marks (`_marks`).
-
-
-def _done_dims(
-    buffer: Any, *read: Any, target: str, num_marks: int = 0
-) -> tuple[list[Dims], Dims, tuple[str, ...]]:
-    del target, num_marks
-    dims = dims_of(buffer)
-    operands = [dims]
-    for r, aval in enumerate(read):
-        operands.append(
-            dims
-            if aval.shape == buffer.shape
-            else tuple(f"r{r}_{d}" for d in range(aval.ndim))
-        )
-    return operands, dims, ()
 
 
 def _emit_done(
@@ -442,14 +332,19 @@ def _emit_done_without_marks(
 
 done_p = define(
     "turbobus_done",
-    _done_aval,
+    _shapes.done_aval,
     _emit_done_without_marks,
-    _done_dims,
+    _shapes.done_dims,
     has_side_effect=True,
     leads=True,
 )
 register_lowering(
-    done_p, _emit_done, _done_dims, has_side_effect=True, leads=True, platform="cpu"
+    done_p,
+    _emit_done,
+    _shapes.done_dims,
+    has_side_effect=True,
+    leads=True,
+    platform="cpu",
 )
 
 # Where JAX runs operation by operation (`jax.disable_jit`), each is a program, and a
