@@ -228,25 +228,34 @@ void StreamEngine::AddSpans(const Flight& flight) {
 void StreamEngine::AddBlockSpans(
     const LaneUse& use,
     const std::function<void(const LaneUse&, StreamSpan)>& add) {
-  // A hop is free for a block when the one before has left it; a block starts
-  // when there is a slot, too.
-  std::vector<int64_t> ends(static_cast<size_t>(use.num_slots));
-  int64_t free_ns = TimeOf(use.link_gpu, use.start);
-  ends.assign(ends.size(), free_ns);
-  int64_t second_free_ns = free_ns;
+  // A block starts when there is a slot, and a hop is free for it when the one
+  // before has left it; unless it is over by then, which shows that the hop had
+  // both at once.
+  const auto begin_ns = [](int64_t ready_ns, int64_t free_ns, int64_t end_ns) {
+    const int64_t both_ns = std::max(ready_ns, free_ns);
+    return both_ns <= end_ns ? both_ns : std::min(ready_ns, end_ns);
+  };
+  const int64_t start_ns = TimeOf(use.link_gpu, use.start);
+  std::vector<int64_t> slots(static_cast<size_t>(use.num_slots), start_ns);
+  int64_t first_ns = start_ns;
+  int64_t second_ns = start_ns;
   for (size_t i = 0; i < use.marks.size(); ++i) {
     const BlockMark& mark = use.marks[i];
-    int64_t& slot_free_ns = ends[i % ends.size()];
+    int64_t& slot_ns = slots[i % slots.size()];
     StreamSpan span = {.offset_bytes = mark.offset_bytes,
                        .size_bytes = mark.size_bytes,
-                       .start_ns = std::max(free_ns, slot_free_ns),
                        .end_ns = TimeOf(use.link_gpu, mark.end)};
-    free_ns = span.end_ns;
-    if (mark.hop != nullptr) {
-      span.relayed_ns = free_ns = TimeOf(use.link_gpu, mark.hop);
-      span.resumed_ns = std::max(span.relayed_ns, second_free_ns);
+    if (mark.hop == nullptr) {
+      span.start_ns = begin_ns(slot_ns, first_ns, span.end_ns);
+      first_ns = std::max(first_ns, span.end_ns);
+    } else {
+      span.relayed_ns = TimeOf(use.link_gpu, mark.hop);
+      span.start_ns = begin_ns(slot_ns, first_ns, span.relayed_ns);
+      span.resumed_ns = begin_ns(span.relayed_ns, second_ns, span.end_ns);
+      first_ns = std::max(first_ns, span.relayed_ns);
+      second_ns = std::max(second_ns, span.end_ns);
     }
-    slot_free_ns = second_free_ns = span.end_ns;
+    slot_ns = span.end_ns;
     add(use, std::move(span));
   }
 }

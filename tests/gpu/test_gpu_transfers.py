@@ -366,13 +366,17 @@ def test_other_settings_are_exact_too(gpu, settings, tmp_path):
     if PLATFORM != "cuda":
         pytest.skip("CPU devices have another engine")
     x = random(77 * MIB + 5, np.uint8)
+    before = engine_of_gpus.engine().raw()["num_pooled"]
     with engine_of_gpus.configured(**settings):
         d = jax.jit(tb.to_device)(on_host(x, gpu))
         assert_same_bytes(d, x)
         back = jax.jit(tb.to_host, donate_argnums=1)(d, on_host(x * 0, gpu))
         assert_same_bytes(back, x)
         if "is_traced" in settings:
-            assert tb.trace(tmp_path / "trace.json") > 8
+            path = tmp_path / "trace.json"
+            assert tb.trace(path) > 8
+            is_pooled = engine_of_gpus.engine().raw()["num_pooled"] > before
+            assert ("second hop" in path.read_text()) == is_pooled
 
 
 def test_a_transfer_that_xla_copied_is_an_error_with_a_name(gpu):

@@ -88,6 +88,10 @@ TEST_F(CudaRelaysTest, ARelayThatFailsInTheMiddleLosesNothing) {
       is_dropped |= path.path.direction == direction && !path.dropped.empty();
     }
     EXPECT_TRUE(is_dropped);
+    const TransferRecord record = engine_->recent_transfers().back();
+    EXPECT_GT(record.num_reissued_blocks, 0);
+    EXPECT_EQ(record.reissue_reason, "injected fault");
+    EXPECT_EQ(record.status, OkStatus());
   }
 }
 
