@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from jax_turbobus.bench import _options, routing
 from jax_turbobus.bench._report import Row
-from jax_turbobus.moe import _choice, _placement, _placement_search, _volume
+from jax_turbobus.moe import (
+    _choice,
+    _placement,
+    _placement_plan,
+    _placement_search,
+    _volume,
+)
 from jax_turbobus.moe._traffic import ExchangeShape
 from jax_turbobus.topology import Topology
 
@@ -117,7 +123,7 @@ def study(machine: str, route: str, *, costs_work: bool) -> dict[str, Outcome]:
     in_order = _placement.Placement.contiguous(shape.num_experts, shape.num_ranks)
     outcomes = {"in order": _judge(in_order, shape, judged, topology, objective)}
     for spare in (0, _SPARE_SLOTS):
-        placement = _placement.plan_placement(
+        placement = _placement_plan.plan_placement(
             sample,
             topology,
             num_experts=shape.num_experts,

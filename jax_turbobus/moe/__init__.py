@@ -8,7 +8,7 @@ from jax_turbobus.moe._expert_parallel import expert_parallel as expert_parallel
 from jax_turbobus.moe._matching import exchange_timeout as exchange_timeout
 from jax_turbobus.moe._matching import set_exchange_timeout as set_exchange_timeout
 from jax_turbobus.moe._placement import Placement as Placement
-from jax_turbobus.moe._placement import plan_placement as plan_placement
+from jax_turbobus.moe._placement_plan import plan_placement as plan_placement
 from jax_turbobus.moe._ragged import ragged_all_to_all as ragged_all_to_all
 from jax_turbobus.moe._state import DispatchState as DispatchState
 from jax_turbobus.moe._stats import ExchangeStats as ExchangeStats
