@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "sched/block_size.h"
+#include "sched/finish_time.h"
 
 // Events: what arrives, completes, fails, is cancelled or vanishes.
 
@@ -163,7 +164,7 @@ void BlockScheduler::DetachLane(int lane) {
   if (queue.is_waiting) {
     queue.is_waiting = false;
     --link.num_own_waiting;
-    for (int c : l.caps) tables_.caps[c].own_rate -= l.rate_bytes_per_s;
+    CountOwnRates(tables_);
   }
   queue.direct = kNone;
   for (int t = queue.queued.front(); t != kNone;
@@ -230,8 +231,15 @@ void BlockScheduler::LearnLateness(const InFlight& in_flight, int64_t now_ns) {
       std::max(in_flight.cap_stretch, CapStretch(tables_, lane));
   const auto service_ns = static_cast<int64_t>(static_cast<double>(size_bytes) *
                                                lane.ns_per_byte * stretch);
+  // A relay that is as slow as the direct lane shares what slows that: the
+  // other direction's bytes, or the host's memory. Half of them still go faster
+  // there.
+  const int direct = tables_.queues[lane.queue].direct;
+  const double usual = lane.is_relay && direct != kNone
+                           ? tables_.lanes[direct].late.lateness()
+                           : 1;
   const bool is_changed = lane.late.Record(
-      now_ns - start_ns, service_ns + latency_ns + kGraceNs, now_ns);
+      now_ns - start_ns, service_ns + latency_ns + kGraceNs, now_ns, usual);
   // A direct lane has nowhere to go; its lateness counts in finish times.
   if (is_changed && lane.is_relay) MarkAll();
 }

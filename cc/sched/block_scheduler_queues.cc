@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "sched/block_scheduler.h"
+#include "sched/finish_time.h"
 
 // Which lists a transfer stands in. A transfer with bytes to issue is in its
 // queue, in order of its chunk; also among the relayable ones if relays may
@@ -80,12 +81,8 @@ void BlockScheduler::UpdateWaiting(Queue& queue) {
   const bool is_waiting = !queue.queued.empty();
   if (is_waiting == queue.is_waiting) return;
   queue.is_waiting = is_waiting;
-  const int sign = is_waiting ? 1 : -1;
-  tables_.links[queue.host_link].num_own_waiting += sign;
-  const Lane& direct = tables_.lanes[queue.direct];
-  for (int c : direct.caps) {
-    tables_.caps[c].own_rate += sign * direct.rate_bytes_per_s;
-  }
+  tables_.links[queue.host_link].num_own_waiting += is_waiting ? 1 : -1;
+  CountOwnRates(tables_);
   MarkAll();
 }
 

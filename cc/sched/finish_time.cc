@@ -70,6 +70,31 @@ Drained Drain(std::array<Offer, kMaxCompared>& offers, size_t num_offers,
 
 }  // namespace
 
+void CountOwnRates(Tables& tables) {
+  const auto for_waiting = [&](auto body) {
+    for (const Queue& queue : tables.queues) {
+      if (queue.is_waiting) body(tables.lanes[queue.direct]);
+    }
+  };
+  for (Cap& cap : tables.caps) cap.asked_rate = cap.own_rate = 0;
+  for_waiting([&](const Lane& lane) {
+    for (int c : lane.caps) tables.caps[c].asked_rate += lane.rate_bytes_per_s;
+  });
+  for_waiting([&](const Lane& lane) {
+    double stretch = 1;
+    for (int c : lane.caps) {
+      const Cap& cap = tables.caps[c];
+      stretch =
+          std::max(stretch, static_cast<double>(cap.asked_rate) /
+                                static_cast<double>(cap.bandwidth_bytes_per_s));
+    }
+    for (int c : lane.caps) {
+      tables.caps[c].own_rate += static_cast<int64_t>(
+          static_cast<double>(lane.rate_bytes_per_s) / stretch);
+    }
+  });
+}
+
 int64_t CapsOpenNs(const Tables& tables, const Lane& lane, int64_t size_bytes,
                    int64_t now_ns) {
   int64_t open_ns = now_ns;

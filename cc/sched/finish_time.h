@@ -10,6 +10,11 @@ namespace turbobus::sched {
 
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+/// Counts `own_rate` anew: after a change in which direct lanes have something
+/// to issue. A link that is full with both directions leaves more of the memory
+/// to others than two links would.
+void CountOwnRates(Tables& tables);
+
 /// When caps let the relay `lane` have a block of `size_bytes` (`now_ns` or
 /// earlier: now), or `kNever`: not while direct lanes keep a cap full.
 ///

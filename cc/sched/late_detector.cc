@@ -13,13 +13,13 @@ constexpr double kMaxLateness = 16;
 }  // namespace
 
 bool LateDetector::Record(int64_t actual_ns, int64_t expected_ns,
-                          int64_t now_ns) {
+                          int64_t now_ns, double usual) {
   const double ratio =
       std::clamp(static_cast<double>(actual_ns) /
                      static_cast<double>(std::max<int64_t>(expected_ns, 1)),
                  1.0, kMaxLateness);
   lateness_ += kNewestWeight * (ratio - lateness_);
-  if (ratio > limits_.late_factor) {
+  if (ratio > limits_.late_factor * usual) {
     ++num_late_in_a_row_;
     if (is_backed_off() || num_late_in_a_row_ >= kLateBlocks) {
       return BackOff(now_ns);

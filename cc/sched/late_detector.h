@@ -25,9 +25,12 @@ class LateDetector {
   LateDetector() = default;
   explicit LateDetector(const Limits& limits) : limits_(limits) {}
 
-  /// A block took `actual_ns` where `expected_ns` were expected. Returns
-  /// whether `is_backed_off` changed.
-  bool Record(int64_t actual_ns, int64_t expected_ns, int64_t now_ns);
+  /// A block took `actual_ns` where `expected_ns` were expected. It is not late
+  /// if the lane that its bytes would take instead is `usual` times as slow as
+  /// expected itself: what slows both is no reason to leave. Returns whether
+  /// `is_backed_off` changed.
+  bool Record(int64_t actual_ns, int64_t expected_ns, int64_t now_ns,
+              double usual = 1);
 
   /// A block failed: as late as can be. Returns whether `is_backed_off`
   /// changed.

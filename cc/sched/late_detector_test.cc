@@ -21,6 +21,15 @@ TEST(LateDetectorTest, OneLateBlockIsNotEnough) {
   EXPECT_FALSE(late.is_backed_off());
 }
 
+TEST(LateDetectorTest, WhatSlowsTheOtherLaneTooIsNoReasonToLeave) {
+  LateDetector late = Make();
+  for (int i = 0; i < 10; ++i) EXPECT_FALSE(late.Record(20, 10, 0, 2.0));
+  EXPECT_GT(late.lateness(), 1.9);
+  EXPECT_FALSE(late.Record(26, 10, 0, 2.0));
+  EXPECT_FALSE(late.Record(26, 10, 0, 2.0));
+  EXPECT_TRUE(late.Record(26, 10, 0, 2.0));
+}
+
 TEST(LateDetectorTest, ThreeLateBlocksInARowBackOff) {
   LateDetector late = Make();
   EXPECT_FALSE(late.Record(13, 10, 1000));

@@ -45,6 +45,22 @@ TEST(LateLaneTest, ALateDirectLaneNeverBacksOffButRelaysTakeMore) {
   EXPECT_GE(node.BytesOn(0, 1), 18 * kMib);
 }
 
+TEST(LateLaneTest, ARelayAsSlowAsTheDirectLaneStays) {
+  VirtualNode node(AllToAll({1, 1}));
+  node.Slow(0, 1.6);
+  node.Slow(1, 1.6);
+  node.Submit(1, 0, 1000 * kMib);
+  node.Run();
+  EXPECT_FALSE(node.scheduler().lane_state(1).is_backed_off);
+  EXPECT_LE(node.DurationMs(1), 810);
+  // Slower than that it is late, and the direct lane is alone.
+  node.Slow(1, 3.0);
+  node.Submit(2, 0, 1000 * kMib);
+  node.Run();
+  EXPECT_TRUE(node.scheduler().lane_state(1).is_backed_off);
+  EXPECT_LE(node.DurationMs(2), 1605);
+}
+
 TEST(LateLaneTest, WaitingBehindOwnTrafficIsNotARelaysDelay) {
   VirtualNode node(AllToAll({1, 1}));
   node.Submit(1, 0, 400 * kMib);

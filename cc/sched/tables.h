@@ -59,7 +59,9 @@ using Transfers = std::vector<TransferState>;
 /// A link, link group or memory that several lanes draw on.
 struct Cap {
   int64_t bandwidth_bytes_per_s = 0;
-  /// Of the direct lanes that have something to issue: they come first.
+  /// Of the direct lanes that have something to issue, which come first: what
+  /// they would carry by themselves, and what all their caps let them.
+  int64_t asked_rate = 0;
   int64_t own_rate = 0;
   /// Of the lanes with blocks in flight: all of them, and the relays.
   int64_t active_rate = 0;

@@ -6,6 +6,7 @@ that no test shows.
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -263,19 +264,22 @@ def test_links_of_busy_devices_are_not_lent_megatron_6491(machine, direction):
     """
     topology = Topology.load(machine)
 
-    def relayed_share_and_slowdown(gpus):
+    def simulated(gpus):
         transfers = [sim.Transfer(g, 1 << 30, direction=direction) for g in gpus]
         pooled = sim.simulate(topology, transfers)
-        lanes = pooled.bytes_by_lane()
-        relayed = sum(size for lane, size in lanes.items() if " via " in lane)
-        direct = sim.simulate(topology, transfers, "direct").makespan_ns
-        return relayed / sum(lanes.values()), pooled.makespan_ns / direct
+        direct = sim.simulate(topology, transfers, "direct")
+        return pooled, pooled.makespan_ns / direct.makespan_ns
 
-    share, slowdown = relayed_share_and_slowdown(range(len(topology.gpus)))
-    assert share <= 0.02
+    busy, slowdown = simulated(range(len(topology.gpus)))
     assert slowdown <= 1.02
-    share, slowdown = relayed_share_and_slowdown([0])  # and those of idle ones are
-    assert share > 0.3
+    for block in busy.blocks:
+        lender = re.search(r" via gpu(\d+)", busy.lane_names[block.lane])
+        # A GPU that is through with its own bytes may help the others.
+        assert lender is None or block.issue_ns >= busy.finish_ns[int(lender[1])]
+    idle, slowdown = simulated([0])  # and those of idle ones are
+    lanes = idle.bytes_by_lane()
+    relayed = sum(size for lane, size in lanes.items() if " via " in lane)
+    assert relayed > 0.3 * sum(lanes.values())
     assert slowdown < 0.8
 
 
@@ -304,6 +308,9 @@ def test_neither_direction_starves_the_other_nvbandwidth_53(machine):
         assert duration < 1.5 * sim.simulate(topology, [one], "direct").makespan_ns
     direct = sim.simulate(topology, both, "direct")
     assert pooled.makespan_ns <= 1.01 * direct.makespan_ns
+    # Nor than the best way to share them out beforehand.
+    equal = sim.simulate(topology, both, "equal")
+    assert pooled.makespan_ns <= 1.06 * equal.makespan_ns
 
 
 def test_no_host_memory_is_registered_vllm_51080_vllm_55428():
