@@ -4,10 +4,12 @@ import functools
 
 import jax
 import numpy as np
+import ragged_mesh
 from gpu_exchanges import mesh_of
 from gpu_programs import PLATFORM, gpus
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged_mesh import call
 from ragged_reference import plan, slow, slow_gradients, values
 
 from jax_turbobus.moe import ragged_all_to_all
@@ -25,22 +27,8 @@ def mesh(platform=PLATFORM):
 
 def mapped(function, mesh_=None):
     """Runs `function` per rank; arguments and results have the rank in front."""
-    mesh_ = mesh() if mesh_ is None else mesh_
-
-    def per_rank(*args):
-        return jax.tree.map(lambda y: y[None], function(*(x[0] for x in args)))
-
-    wrapped = jax.jit(
-        jax.shard_map(per_rank, mesh=mesh_, in_specs=P("x"), out_specs=P("x"))
-    )
-    sharding = NamedSharding(mesh_, P("x"))
-    return lambda *args: jax.tree.map(
-        np.asarray, wrapped(*(jax.device_put(x, sharding) for x in args))
-    )
-
-
-def call(*args):
-    return ragged_all_to_all(*args, axis_name="x")
+    run = ragged_mesh.mapped(function, mesh() if mesh_ is None else mesh_)
+    return lambda *args: jax.tree.map(np.asarray, run(*args))
 
 
 def fields_of(seed, **options):

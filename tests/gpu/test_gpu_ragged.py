@@ -19,6 +19,7 @@ from gpu_ragged_checks import (
     rows,
 )
 from jax import lax
+from ragged_mesh import Mixture
 from ragged_reference import slow, slow_gradients, values
 
 pytestmark = pytest.mark.gpu
@@ -62,40 +63,26 @@ def test_sums_have_the_bits_of_cpu_devices(dtype):
     assert_same_bytes(got, mapped(pull_back, mesh("cpu"))(*args))
 
 
-@pytest.mark.parametrize("batched", ["rows", "operand", "output", "fields", "all"])
+@pytest.mark.parametrize("batched", Mixture.MAPPED)
 def test_vmap_takes_any_mixture(batched):
     operands = values(0, num_ranks(), 3, OPERAND_ROWS, 40)
     outputs = values(1, num_ranks(), 3, OUTPUT_ROWS, 40)
     plans = [fields_of(seed) for seed in range(3)]
-    fields = [np.stack(f, axis=1) for f in zip(*plans, strict=True)]
-    has = {
-        "rows": (0, 0, None),
-        "operand": (0, None, None),
-        "output": (None, 0, None),
-        "fields": (None, None, 0),
-        "all": (0, 0, 0),
-    }[batched]
-    axes = (has[0], has[1], *[has[2]] * 4)
-    args = [
-        x if axis == 0 else x[:, 0]
-        for x, axis in zip((operands, outputs, *fields), axes, strict=True)
-    ]
+    mixture = Mixture(batched, operands, outputs, plans)
 
     def both(*args):
-        run = jax.vmap(call, in_axes=axes)
+        run = jax.vmap(call, in_axes=mixture.in_axes)
         return run(*args), jax.grad(lambda *a: (run(*a) ** 2).sum() / 2)(*args)
 
-    result, bar = mapped(both)(*args)
+    result, bar = mapped(both)(*mixture.args)
     bars = np.zeros(operands.shape)
     for i in range(3):
-        a, b, *f = (
-            x[:, i if axis == 0 else 0]
-            for x, axis in zip((operands, outputs, *fields), axes, strict=True)
-        )
-        want = slow(a, b, f)
+        operand, output, fields = mixture.entry(i)
+        want = slow(operand, output, fields)
         np.testing.assert_array_equal(result[:, i], want)
-        bars[:, i] = slow_gradients(want, OPERAND_ROWS, f)[0]
-    np.testing.assert_array_equal(bar, bars if axes[0] == 0 else bars.sum(1))
+        bars[:, i] = slow_gradients(want, OPERAND_ROWS, fields)[0]
+    is_mapped = mixture.in_axes[0] == 0
+    np.testing.assert_array_equal(bar, bars if is_mapped else bars.sum(1))
 
 
 def test_jvp_and_second_order():

@@ -8,25 +8,26 @@ import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from cuda_layers import (
+    CAPACITY,
+    E,
+    compiled,
+    experts,
+    gradients,
+    in_chunks,
+    in_loop,
+    on_mesh_of,
+)
 from hlo_buffers import computations
-from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import moe
 from jax_turbobus.moe import _devices
 
-R, T, H, E, K = 2, 256, 512, 8, 2
-CAPACITY = 64
 # Of an exchange's operands: its slots.
 SLOTS = {"combine": 2, "combine_grad": 3, "dispatch_grad": 2}
 # What counted a dispatch early.
 EARLY = 2
-
-
-def experts(rows, params):
-    return jnp.tanh(jnp.einsum("ech,eho->eco", rows, params))
 
 
 def dispatch(tokens, ids, weights):
@@ -40,35 +41,8 @@ def layer(tokens, ids, weights, params):
     return moe.combine(experts(rows, params), state)
 
 
-def in_chunks(tokens, ids, weights, params):
-    return moe.expert_parallel(
-        lambda rows, _: experts(rows, params),
-        tokens,
-        ids,
-        weights,
-        num_experts=E,
-        axis_name="x",
-        expert_capacity=CAPACITY,
-        num_chunks=3,
-    )
-
-
-def in_loop(tokens, ids, weights, params):
-    def body(x, _):
-        return x + layer(x, ids, weights, params), None
-
-    return jax.lax.scan(body, tokens, length=3)[0]
-
-
 def in_remat(*args):
     return jax.checkpoint(layer)(*args)
-
-
-def in_remat_loop(tokens, ids, weights, params):
-    def body(x, _):
-        return x + jax.checkpoint(layer)(x, ids, weights, params), None
-
-    return jax.lax.scan(body, tokens, length=3)[0]
 
 
 def of_other_ids(tokens, ids, weights, params):
@@ -93,42 +67,6 @@ def around_a_loop(tokens, ids, weights, params):
         return (rows, state), sums
 
     return jax.lax.scan(body, (rows, state), length=3)[1].sum(0)
-
-
-def in_chunks_in_loop(tokens, ids, weights, params):
-    def body(x, _):
-        return x + in_chunks(x, ids, weights, params), None
-
-    return jax.lax.scan(body, tokens, length=3)[0]
-
-
-def gradients(f):
-    def run(tokens, ids, weights, params):
-        def loss(tokens, weights, params):
-            return (f(tokens, ids, weights, params) ** 2).sum()
-
-        return jax.grad(loss, (0, 1, 2))(tokens, weights, params)
-
-    return run
-
-
-def on_mesh_of(cuda, f):
-    split = P("x")
-    return jax.shard_map(
-        f, mesh=cuda.mesh_of(R), in_specs=(split,) * 4, out_specs=split
-    )
-
-
-def compiled(cuda, f, *, is_mapped=False):
-    split = P("x")
-    on_mesh = f if is_mapped else on_mesh_of(cuda, f)
-    arguments = (
-        cuda.device((R * T, H), spec=split),
-        cuda.device((R * T, K), np.int32, spec=split),
-        cuda.device((R * T, K), spec=split),
-        cuda.device((E, H, H), spec=split),
-    )
-    return cuda.compile(on_mesh, *arguments, num_devices=R)
 
 
 def counted(hlo):
@@ -174,13 +112,13 @@ ALL = {"combine": (1, 1), "combine_grad": (1, 1), "dispatch_grad": (1, 1)}
         (layer, {"combine": (1, 1)}),
         (gradients(layer), ALL),
         (gradients(in_remat), ALL),
-        (in_loop, {"combine": (1, 1)}),
-        (gradients(in_remat_loop), {**ALL, "combine": (1, 1)}),
+        (in_loop(layer), {"combine": (1, 1)}),
+        (gradients(in_loop(in_remat)), {**ALL, "combine": (1, 1)}),
         (in_chunks, {"combine": (3, 3)}),
         (gradients(in_chunks), dict.fromkeys(ALL, (3, 3))),
         # What was counted in one loop is not known in another: it is counted once more.
         (
-            gradients(in_loop),
+            gradients(in_loop(layer)),
             {"combine": (1, 1), "combine_grad": (0, 1), "dispatch_grad": (1, 1)},
         ),
         (of_other_ids, {"combine": (0, 1)}),
@@ -239,8 +177,8 @@ def starts(hlo):
     [
         in_chunks,
         gradients(in_chunks),
-        in_chunks_in_loop,
-        gradients(in_chunks_in_loop),
+        in_loop(in_chunks),
+        gradients(in_loop(in_chunks)),
         lambda *args: jax.checkpoint(in_chunks)(*args),
     ],
     ids=["layer", "gradients", "loop", "gradients of a loop", "remat"],

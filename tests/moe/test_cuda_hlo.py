@@ -1,53 +1,19 @@
 """Exchanges compiled for GPUs, without one: what XLA makes of them."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-
-from jax_turbobus import moe
-
-R, T, H, E, K = 2, 256, 512, 8, 2
-CAPACITY = 64
+from cuda_layers import compiled, in_chunks
 
 
 def layer(num_chunks):
-    def run(tokens, ids, weights, params):
-        def experts(rows, _):
-            return jnp.einsum("ech,eho->eco", rows, params)
+    def linear(rows, params):
+        return jnp.einsum("ech,eho->eco", rows, params)
 
-        return moe.expert_parallel(
-            experts,
-            tokens,
-            ids,
-            weights,
-            num_experts=E,
-            axis_name="x",
-            expert_capacity=CAPACITY,
-            num_chunks=num_chunks,
-        )
-
-    return run
-
-
-def compiled(cuda, f, *, depth=None):
-    """Compiles ``f(tokens, ids, weights, params)`` for two GPUs."""
-    split = P("x")
-    mapped = jax.shard_map(
-        f, mesh=cuda.mesh_of(R), in_specs=(split,) * 4, out_specs=split
-    )
-    params = (E, H, H) if depth is None else (depth * R, E // R, H, H)
-    return cuda.compile(
-        mapped,
-        cuda.device((R * T, H), spec=split),
-        cuda.device((R * T, K), np.int32, spec=split),
-        cuda.device((R * T, K), spec=split),
-        cuda.device(params, spec=split),
-        num_devices=R,
-    )
+    return functools.partial(in_chunks, num_chunks=num_chunks, experts=linear)
 
 
 MATMUL = re.compile(r"calls=%\S*gemm_fusion|custom_call_target=\"__cublas")

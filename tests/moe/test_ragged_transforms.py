@@ -5,37 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from ragged_mesh import RANKS, call, mapped
+from ragged_mesh import RANKS, Mixture, call, mapped
 from ragged_reference import plan, slow, slow_gradients, values
 
 
-@pytest.mark.parametrize("batched", ["rows", "operand", "output", "fields", "all"])
+@pytest.mark.parametrize("batched", Mixture.MAPPED)
 def test_vmap_takes_any_mixture(batched):
     # C05: shared offsets die in an assertion in jax.lax's own.
-    batch = 3
-    operands = values(0, RANKS, batch, 96, 40)
-    outputs = values(1, RANKS, batch, 160, 40)
-    plans = [plan(s) for s in range(batch)]
-    fields = [np.stack(f, axis=1) for f in zip(*plans, strict=True)]
-    has = {
-        "rows": (0, 0, None),
-        "operand": (0, None, None),
-        "output": (None, 0, None),
-        "fields": (None, None, 0),
-        "all": (0, 0, 0),
-    }[batched]
-    axes = (has[0], has[1], *[has[2]] * 4)
-    args = [
-        x if axis == 0 else x[:, 0]
-        for x, axis in zip((operands, outputs, *fields), axes, strict=True)
-    ]
-    result = mapped(jax.vmap(call, in_axes=axes))(*args)
-    for i in range(batch):
-        a, b, *f = (
-            x[:, i if axis == 0 else 0]
-            for x, axis in zip((operands, outputs, *fields), axes, strict=True)
-        )
-        np.testing.assert_array_equal(result[:, i], slow(a, b, f))
+    operands, outputs = values(0, RANKS, 3, 96, 40), values(1, RANKS, 3, 160, 40)
+    mixture = Mixture(batched, operands, outputs, [plan(seed) for seed in range(3)])
+    result = mapped(jax.vmap(call, in_axes=mixture.in_axes))(*mixture.args)
+    for i in range(3):
+        np.testing.assert_array_equal(result[:, i], slow(*mixture.entry(i)))
 
 
 def test_vmap_inside_vmap_and_its_gradient():
