@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["Comparison", "label_of"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_turbobus.moe import required_recv_capacity
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = [
     "Case",

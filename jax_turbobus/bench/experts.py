@@ -19,8 +19,8 @@ from jax_turbobus.bench._comparison import Comparison
 from jax_turbobus.bench._devices import bench_devices
 from jax_turbobus.bench._experts_comparison import compare
 from jax_turbobus.bench._report import Row
+from jax_turbobus.moe._counts import ExchangeShape
 from jax_turbobus.moe._routing import SCHEDULES
-from jax_turbobus.moe._traffic import ExchangeShape
 
 __all__ = ["add_arguments", "run"]
 

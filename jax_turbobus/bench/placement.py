@@ -23,7 +23,7 @@ from jax_turbobus.moe import (
     _placement_search,
     _volume,
 )
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 from jax_turbobus.topology import Topology
 
 __all__ = ["MACHINES", "ROUTES", "Outcome", "add_arguments", "markdown", "run", "study"]

@@ -29,7 +29,7 @@ from jax_turbobus.bench._devices import bench_devices
 from jax_turbobus.bench._experts_race import OURS, Race
 from jax_turbobus.bench._layer import Layer
 from jax_turbobus.bench._report import Row, alternate
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["add_arguments", "exchanges", "run"]
 

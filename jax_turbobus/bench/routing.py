@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jax_turbobus.bench import _options
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["check_option", "expert_ids", "popularity"]
 

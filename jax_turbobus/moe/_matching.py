@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_turbobus import _environment, _ffi
-from jax_turbobus.moe import _primitives
+from jax_turbobus.moe import _keys
 
 __all__ = [
     "AxisName",
@@ -109,7 +109,7 @@ def keys_of(group: Group, operands: Sequence[jax.Array]) -> jax.Array:
       group: the ranks that meet.
       operands: all that the exchange reads, varying alike.
     """
-    return _primitives.gather_keys(group.axes, operands)
+    return _keys.gather_keys(group.axes, operands)
 
 
 def rank_of(group: Group, *, like: jax.Array) -> jax.Array:

@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from jax_turbobus.moe import _choice
 from jax_turbobus.moe._arguments import check_integer, check_number
+from jax_turbobus.moe._counts import Matrix
 from jax_turbobus.moe._placement import EMPTY, Placement, check_slots_per_rank
 from jax_turbobus.moe._placement_search import Load, Objective, crowded_units, search
-from jax_turbobus.moe._traffic import Matrix
 from jax_turbobus.moe._volume import TopologyLike, wiring_of
 
 __all__ = ["plan_placement"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jax_turbobus.moe._traffic import Matrix
+from jax_turbobus.moe._counts import Matrix
 from jax_turbobus.moe._wiring import Wiring
 
 __all__ = ["Load", "Objective", "crowded_units", "search"]

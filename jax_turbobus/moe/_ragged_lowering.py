@@ -22,7 +22,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_turbobus import _compat, _ffi
-from jax_turbobus.moe import _devices, _primitives
+from jax_turbobus.moe import _devices, _keys
 from jax_turbobus.moe import _ragged_reference as reference
 from jax_turbobus.moe._ragged_reference import Groups
 
@@ -39,7 +39,7 @@ def _meet(
     table: jax.Array, axes: tuple[Any, ...], groups: Groups, *deps: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns ``keys, rank, tables`` of the caller's group, through one all-gather."""
-    key = _primitives.new_key(*deps)
+    key = _keys.new_key(*deps)
     words = jnp.concatenate([key, table.reshape(-1)])
     gathered = reference.gather_tables(words, axes, groups)
     tables = gathered[:, key.size :].reshape(-1, *table.shape)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jax_turbobus.moe import _traffic, _wiring
+from jax_turbobus.moe import _counts, _traffic, _wiring
 from jax_turbobus.moe._arguments import check_number
+from jax_turbobus.moe._counts import Counts, ExchangeShape
 from jax_turbobus.moe._measured import MeasuredLinks
-from jax_turbobus.moe._traffic import Counts, ExchangeShape, Traffic
+from jax_turbobus.moe._traffic import Traffic
 from jax_turbobus.moe._wiring import Wiring
 from jax_turbobus.topology import Topology
 
@@ -63,7 +64,7 @@ def required_recv_capacity(
     if slack is not None and expert_ids is not None:
         raise ValueError("slack, expert_ids: expected one of them, got both")
     if expert_ids is not None:
-        return int(_traffic.exact_counts(shape, expert_ids).received_rows.max())
+        return int(_counts.exact_counts(shape, expert_ids).received_rows.max())
     dropless = shape.num_ranks * shape.rows_per_pair
     if slack is None:
         return dropless
@@ -233,9 +234,9 @@ def volume(
     )
     capacity_factor = check_number("capacity_factor", capacity_factor)
     counts = (
-        _traffic.expected_counts(shape)
+        _counts.expected_counts(shape)
         if expert_ids is None
-        else _traffic.exact_counts(shape, expert_ids)
+        else _counts.exact_counts(shape, expert_ids)
     )
     return Volume(
         shape=shape,

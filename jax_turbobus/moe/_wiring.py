@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from jax_turbobus.moe._arguments import check_integer
-from jax_turbobus.moe._traffic import Matrix, Traffic
+from jax_turbobus.moe._counts import Matrix
+from jax_turbobus.moe._traffic import Traffic
 from jax_turbobus.topology import PeerPath, Topology
 
 __all__ = ["Link", "Wiring", "from_rates", "from_topology", "ports"]

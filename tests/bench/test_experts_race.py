@@ -10,7 +10,7 @@ from jax_turbobus import moe
 from jax_turbobus.bench import _experts_race, _layer, peers, routing
 from jax_turbobus.bench._experts_race import Race
 from jax_turbobus.bench._report import Timing
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 RANKS = 2
 MINE = {"ours": _layer.ours()}

@@ -15,7 +15,8 @@ from jax_turbobus.__main__ import main
 from jax_turbobus.bench import _layer, peers, ragged, routing
 from jax_turbobus.bench._comparison import Comparison
 from jax_turbobus.bench._experts_bounds import best_bound
-from jax_turbobus.moe._traffic import PEERS, ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
+from jax_turbobus.moe._traffic import PEERS
 
 RANKS = 4
 

@@ -15,8 +15,8 @@ from jax_turbobus.__main__ import main
 from jax_turbobus.bench import peers, placement, routing
 from jax_turbobus.moe import Placement, plan_placement
 from jax_turbobus.moe import _placement_plan as internals
+from jax_turbobus.moe._counts import ExchangeShape, exact_counts
 from jax_turbobus.moe._placement_search import Load, Objective, crowded_units, search
-from jax_turbobus.moe._traffic import ExchangeShape, exact_counts
 from jax_turbobus.moe._wiring import from_topology, ports
 from jax_turbobus.topology import Topology
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_turbobus import moe
 from jax_turbobus.bench._report import Timing, alternate
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["AXIS", "Setup", "expert_capacity", "over"]
 

@@ -9,7 +9,7 @@ from jax_turbobus.bench._experts_race import OURS, Race
 from jax_turbobus.bench._layer import Layer, ours
 from jax_turbobus.bench._report import Row
 from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["skew"]
 

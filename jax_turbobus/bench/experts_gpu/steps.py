@@ -21,7 +21,7 @@ from jax_turbobus.bench._experts_race import largest_error
 from jax_turbobus.bench._report import Row, Timing
 from jax_turbobus.bench.experts_gpu._kernels import kernel_seconds, matmul_seconds
 from jax_turbobus.bench.experts_gpu._setup import AXIS, Setup, expert_capacity, over
-from jax_turbobus.moe._traffic import ExchangeShape
+from jax_turbobus.moe._counts import ExchangeShape
 
 __all__ = ["steps"]
 
