@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from jax_turbobus.offload import _marks
+from jax_turbobus.offload import _buffers, _marks
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._define import laid_like, row_aval
 
@@ -168,8 +168,8 @@ def _batch_buffer(
     args: Sequence[Any], dims: Sequence[Any], *, sizes: tuple[int, ...]
 ) -> tuple[Any, int]:
     if _is_mapped(dims[0]):
-        return p.buffer_p.bind(*args, sizes=sizes), dims[0] + len(sizes)
-    return p.buffer_p.bind(*args, sizes=(_batch_size(args, dims), *sizes)), 0
+        return _buffers.buffer_p.bind(*args, sizes=sizes), dims[0] + len(sizes)
+    return _buffers.buffer_p.bind(*args, sizes=(_batch_size(args, dims), *sizes)), 0
 
 
 def _batch_batch(
@@ -222,7 +222,7 @@ _RULES: dict[Any, Any] = {
     p.store_p: _batch_store(p.store_p),
     p.store_start_p: _batch_store(p.store_start_p),
     p.place_p: _batch_place,
-    p.buffer_p: _batch_buffer,
+    _buffers.buffer_p: _batch_buffer,
     _marks.mark_p: _batch_mark,
     _marks.tie_p: _batch_tie,
     _marks.batch_p: _batch_batch,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_turbobus import _compat
-from jax_turbobus.offload import _marks
+from jax_turbobus.offload import _buffers, _marks
 from jax_turbobus.offload import _primitives as p
 
 __all__: list[str] = []
@@ -197,10 +197,12 @@ def _buffer_jvp(
 ) -> tuple[Any, Any]:
     del tangents
     # All of the tangent is written, too. A zero would be made on the device.
-    return p.buffer_p.bind(*primals, **params), p.buffer_p.bind(*primals, **params)
+    return _buffers.buffer_p.bind(*primals, **params), _buffers.buffer_p.bind(
+        *primals, **params
+    )
 
 
-ad.primitive_jvps[p.buffer_p] = _buffer_jvp
+ad.primitive_jvps[_buffers.buffer_p] = _buffer_jvp
 
 # The gradients of a batch that shares a stack.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_turbobus import _compat
-from jax_turbobus.offload import _marks
+from jax_turbobus.offload import _buffers, _marks
 from jax_turbobus.offload import _primitives as p
 from jax_turbobus.offload._checks import HOST, space_of
 from jax_turbobus.offload._overlap import Transfer, beside
@@ -96,7 +96,7 @@ def run_forward(
     layers = _Layers(stack)
     num_kept = layers.num_layers - 1
     hosted = [
-        p.host_stack_of(leaf, num_kept)
+        _buffers.host_stack_of(leaf, num_kept)
         if keep is Keep.HOST and num_kept > 0 and _can_leave(leaf)
         else None
         for leaf in jax.tree.leaves(x)
@@ -184,7 +184,7 @@ def run_backward(
         fetches(last - 1) if last > 0 else [],
     )
     grads = [
-        p.host_buffer_like(leaf, row) if hosted else jnp.zeros_like(leaf)
+        _buffers.host_buffer_like(leaf, row) if hosted else jnp.zeros_like(leaf)
         for leaf, row, hosted in zip(
             (layers.leaves[n] for n in inexact), rows, is_hosted, strict=True
         )

@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 
 from jax_turbobus import _compat
 from jax_turbobus.offload import _shapes
+from jax_turbobus.offload._buffers import host_buffer_like
 from jax_turbobus.offload._define import (
     HOST,
     alike,
@@ -31,7 +32,6 @@ from jax_turbobus.offload._define import (
 )
 
 __all__ = [
-    "buffer_p",
     "d2h",
     "d2h_into_p",
     "d2h_into_start_p",
@@ -44,8 +44,6 @@ __all__ = [
     "fetch_tangent_p",
     "h2d_p",
     "h2d_start_p",
-    "host_buffer_like",
-    "host_stack_of",
     "place",
     "place_p",
     "placed",
@@ -185,47 +183,6 @@ store_start_p = define(
     has_side_effect=True,
     follows=(2,),
 )
-
-
-# A buffer like `x`, split like it, with the axes `sizes` before those of `x`. Neither
-# is read: it holds anything. `vmap` over `others` alone makes one for each of them.
-
-
-buffer_p = define(
-    "turbobus_buffer",
-    _shapes.buffer_aval,
-    lambda context, x, *_, sizes: emit_ffi(
-        context.replace(avals_in=context.avals_in[:1]), "turbobus_buffer", [x]
-    ),
-    _shapes.buffer_dims,
-    platform="cpu",
-    leads=True,
-)
-register_lowering(
-    buffer_p,
-    lambda context, *_, sizes: jax.ffi.ffi_lowering("AllocateBuffer", api_version=2)(
-        context.replace(avals_in=[])
-    ),
-    _shapes.buffer_dims,
-    leads=True,
-    platform="cuda",
-)
-
-
-def host_buffer_like(x: Any, *others: Any) -> Any:
-    """Returns host memory of the shape, dtype and sharding of `x`, unwritten.
-
-    Args:
-      x: an array.
-      others: where `vmap` maps one of these and not `x`, there is one buffer for
-        each member of the batch.
-    """
-    return jax.device_put(buffer_p.bind(x, *others, sizes=()), HOST)
-
-
-def host_stack_of(x: Any, num_rows: int) -> Any:
-    """Returns host memory for `num_rows` rows like `x`, split like it, unwritten."""
-    return jax.device_put(buffer_p.bind(x, sizes=(num_rows,)), HOST)
 
 
 @functools.cache
