@@ -86,4 +86,5 @@ target_include_directories(_cuda SYSTEM PRIVATE ${JAXLIB_INCLUDE_DIR} ${CUDATool
 target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(_cuda PRIVATE turbobus_cuda_moe turbobus_cuda_transport turbobus_engine turbobus_moe
   turbobus_offload CUDA::cudart_static)
+target_link_options(_cuda PRIVATE ${TURBOBUS_MODULE_LINK_OPTIONS})
 install(TARGETS _cuda DESTINATION jax_turbobus)

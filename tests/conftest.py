@@ -1,6 +1,9 @@
-"""Eight CPU devices for every test, GPUs beside them; what ran where, in the header."""
+"""Eight CPU devices for every test, or GPUs; what ran where, in the header.
 
-import importlib.util
+Tests in tests/gpu see GPUs if nothing else is run with them: all others are of CPU
+devices, on any machine.
+"""
+
 import os
 import pathlib
 import sys
@@ -9,17 +12,24 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-# On a machine with GPUs the tests are of CPU devices, too, but those in tests/gpu.
-if pathlib.Path("/dev/nvidia0").exists() and importlib.util.find_spec("jax_plugins"):
-    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
-
 import jax
+import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from deviceless import cuda
 
 __all__ = ["cuda"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("JAX_PLATFORMS"):
+        return
+    on_gpus = pathlib.Path(__file__).parent / "gpu"
+    places = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
+    if not all(on_gpus in (path, *path.parents) for path in places):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # of processes that tests start
+        jax.config.update("jax_platforms", "cpu")
 
 
 def pytest_report_header() -> str:

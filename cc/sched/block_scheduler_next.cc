@@ -138,10 +138,13 @@ std::optional<BlockScheduler::Choice> BlockScheduler::RelayTakes(
                            .transfer = t,
                            .piece = RelayPiece(tables_.transfers[t], lane)};
     if (choice.piece.size_bytes == 0) continue;
-    if (!IsOpen(lane, choice.piece.size_bytes, now_ns)) return {};
-    if (IsWorthRelaying(choice, now_ns)) return choice;
+    const bool is_open = IsOpen(lane, choice.piece.size_bytes, now_ns);
+    // There may be room for the last piece, once others have had those before.
+    if (!is_open && !IsOpen(lane, 1, now_ns)) return {};
+    if (is_open && IsWorthRelaying(choice, now_ns)) return choice;
     queue.deferred_links.Add(l.host_link);
     queue.has_deferred = true;
+    if (!is_open) return {};
   }
   return {};
 }

@@ -55,11 +55,8 @@ def assert_same_bytes(a, b):
 
 def environment(**changes):
     """The environment of a process that has the GPUs as its devices."""
-    kept = dict(os.environ)
-    if PLATFORM == "cuda":
-        kept.pop("JAX_PLATFORMS", None)  # ours puts CPU devices first
     return {
-        **kept,
+        **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_TURBOBUS_LOCK_DIR": tempfile.mkdtemp(prefix="turbobus-locks-"),
         "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),

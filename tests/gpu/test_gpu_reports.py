@@ -33,6 +33,7 @@ def test_reports_of_the_exchange(access):
         ],
         env={
             **os.environ,
+            "JAX_PLATFORMS": "cpu,cuda" if PLATFORM == "cuda" else "cpu",
             "TURBOBUS_MOE_PLATFORM": PLATFORM,
             "TURBOBUS_MOE_RANKS": str(4 if len(gpus()) >= 4 else 2),
             "JAX_TURBOBUS_PEER_ACCESS": "1" if access == "peer" else "0",

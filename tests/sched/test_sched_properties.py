@@ -11,7 +11,7 @@ from jax_turbobus import _ffi
 from jax_turbobus.sim._policies import CoreScheduler
 from jax_turbobus.sim._types import Transfer
 
-from ._nodes import BLOCK, CHUNK, MS, RATE, SIZES, nodes, transfers_for
+from ._nodes import BLOCK, CHUNK, MS, RATE, SIZES, Lane, Node, nodes, transfers_for
 
 settings = hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -114,8 +114,29 @@ def cases(draw):
     return node, draw(transfers_for(len(node.links)))
 
 
+# Two bytes are left for a relay that had no room for a block.
+LITTLE_LEFT = (
+    Node(
+        links=(0.1, 0.5, 0.3, 0.5),
+        lanes=tuple(
+            Lane(gpu=gpu, link=link, direction="d2h", fabric=None)
+            for gpu, links in enumerate([(0, 1, 2, 3), (0, 1, 2), (2,), (0, 2, 3)])
+            for link in links
+        ),
+        is_lock_step=False,
+        latency_ns=0,
+    ),
+    [
+        Transfer(gpu=0, size_bytes=3145730, arrival_ns=197071, direction="d2h"),
+        Transfer(gpu=1, size_bytes=524249, arrival_ns=197070, direction="d2h"),
+        Transfer(gpu=3, size_bytes=5938076, arrival_ns=197070, direction="d2h"),
+    ],
+)
+
+
 @settings
 @given(cases())
+@hypothesis.example(LITTLE_LEFT)
 def test_each_byte_is_copied_once_and_no_lane_breaks_its_window_or_idles(case):
     node, transfers = case
     _, records = node.run(transfers, Watched(node))
