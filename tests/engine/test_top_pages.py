@@ -12,7 +12,6 @@ from jax_turbobus.commands import _live_pages, _live_view
 
 HEADER_BYTES = ROW_BYTES = 128
 
-
 pytestmark = pytest.mark.usefixtures("folder")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from jax_turbobus.topology import Topology
+from jax_turbobus.topology import Topology, discover
 
 NVLINK_VERSION = {2: 2, 3: 5, 4: 6}  # generation -> nvmlDeviceGetNvLinkVersion
 
@@ -206,3 +206,8 @@ def valid():
 
 def load(data):
     return Topology.from_json(json.dumps(data), "m.json")
+
+
+def find(tmp_path, nvml, environ=None):
+    """Returns what is found of these GPUs and the sysfs tree in a folder."""
+    return discover(environ=environ or {}, nvml_module=nvml, sysfs_root=tmp_path)
