@@ -93,7 +93,7 @@ class BlockScheduler final : public Scheduler {
   std::optional<Choice> RelayTakes(int lane, int64_t now_ns);
   bool IsWorthRelaying(const Choice& choice, int64_t now_ns) const;
   bool IsOpen(int lane, int64_t size_bytes, int64_t now_ns);
-  bool IsAnyRelayOpen(const Queue& queue, int64_t now_ns);
+  bool IsAnyRelayOpen(const TransferState& transfer, int64_t now_ns);
   Piece DirectPiece(const TransferState& transfer, int lane, int64_t now_ns);
   Piece RelayPiece(const TransferState& transfer, int lane) const;
   int64_t MaxBytes(const TransferState& transfer, const Lane& lane) const;

@@ -193,9 +193,12 @@ bool BlockScheduler::IsOpen(int lane, int64_t size_bytes, int64_t now_ns) {
   return false;
 }
 
-bool BlockScheduler::IsAnyRelayOpen(const Queue& queue, int64_t now_ns) {
-  return std::any_of(queue.relays.begin(), queue.relays.end(),
-                     [&](int lane) { return IsOpen(lane, 1, now_ns); });
+bool BlockScheduler::IsAnyRelayOpen(const TransferState& transfer,
+                                    int64_t now_ns) {
+  const Queue& queue = tables_.queues[transfer.queue];
+  return std::any_of(queue.relays.begin(), queue.relays.end(), [&](int lane) {
+    return RelayPiece(transfer, lane).size_bytes > 0 && IsOpen(lane, 1, now_ns);
+  });
 }
 
 int64_t BlockScheduler::MaxBytes(const TransferState& transfer,
@@ -237,7 +240,7 @@ BlockScheduler::Piece BlockScheduler::DirectPiece(const TransferState& transfer,
   const int64_t fresh = transfer.size_bytes - transfer.next_offset_bytes;
   if (fresh > 0) return {.size_bytes = std::min(max_bytes, fresh)};
   // What failed here is left to a relay if one can have it now.
-  if (IsAnyRelayOpen(tables_.queues[transfer.queue], now_ns)) return {};
+  if (IsAnyRelayOpen(transfer, now_ns)) return {};
   return failed;
 }
 

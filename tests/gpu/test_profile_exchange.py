@@ -301,7 +301,8 @@ def test_one_gpu_measures_what_it_can(gpu):
     assert all(pair.bytes_per_s > 0.3 * best for pair in found.pairs)
     devices = jax.local_devices()
     ids = _starts._ids(16, len(devices))
-    assert 0 < _starts.seconds_of_exchange(devices, "packed", ids) < 1
+    # The difference between two times: nothing, on a GPU that others use as well.
+    assert 0 <= _starts.seconds_of_exchange(devices, "packed", ids) < 1
     if len(library.gpus()) == 1:
         assert found.starts == {}
         assert any("there is one GPU" in remark for remark in found.remarks)
