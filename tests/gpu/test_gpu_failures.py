@@ -259,7 +259,7 @@ os.waitpid(pid, 0)
     "visible", ["0", pytest.param("0,1", marks=pytest.mark.multigpu)]
 )
 def test_nothing_leaks(visible):
-    count = int(os.environ.get("TURBOBUS_LEAK_CALLS", "10000"))
+    count = int(os.environ.get("TURBOBUS_TEST_CALLS", "10000"))
     out = run_python(
         PRELUDE
         + f"""
