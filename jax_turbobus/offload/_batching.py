@@ -181,6 +181,10 @@ def _batch_batch(
     return _at(batch, None, _batch_size(args, dims), 0), 0
 
 
+def _batch_joint(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    return _at(_marks.joint_p.bind(*args), None, _batch_size(args, dims), 0), 0
+
+
 def _batch_total(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     grad, stack, batch = args
     over_grad, over_stack, over_batch = map(_is_mapped, dims)
@@ -226,6 +230,7 @@ _RULES: dict[Any, Any] = {
     _marks.mark_p: _batch_mark,
     _marks.tie_p: _batch_tie,
     _marks.batch_p: _batch_batch,
+    _marks.joint_p: _batch_joint,
     _marks.total_p: _batch_total,
 }
 for _primitive, _rule in _RULES.items():

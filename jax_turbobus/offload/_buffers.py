@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jax_turbobus.offload import _shapes
+from jax_turbobus.offload import _marks, _shapes
 from jax_turbobus.offload._define import HOST, define, emit_ffi, register_lowering
 
 __all__ = ["buffer_p", "host_buffer_like", "host_stack_of"]
@@ -43,6 +43,14 @@ def host_buffer_like(x: Any, *others: Any) -> Any:
     return jax.device_put(buffer_p.bind(x, *others, sizes=()), HOST)
 
 
-def host_stack_of(x: Any, num_rows: int) -> Any:
-    """Returns host memory for `num_rows` rows like `x`, split like it, unwritten."""
-    return jax.device_put(buffer_p.bind(x, sizes=(num_rows,)), HOST)
+def host_stack_of(x: Any, num_rows: int, *others: Any) -> Any:
+    """Returns host memory for `num_rows` rows like `x`, split like it, unwritten.
+
+    Args:
+      x: an array.
+      num_rows: how many rows.
+      others: what rows are computed from. Where `vmap` maps one of these, there is
+        one stack for each member of the batch; where one has a tangent, so has it.
+    """
+    joint = _marks.joint_p.bind(x, *others)
+    return jax.device_put(buffer_p.bind(x, joint, sizes=(num_rows,)), HOST)

@@ -147,10 +147,12 @@ def _fetch_tangent_transpose(ct: Any, stack: Any, index: Any, *, axis: int) -> A
     del ct, index, axis
     raise NotImplementedError(
         "scan_layers: argument stack: a derivative of scan_layers cannot itself be "
-        "differentiated by stack in reverse mode (JAX adds up what comes out of a loop "
-        f"in device memory); stack is {stack.aval.str_short()}. Differentiate forward "
-        "over reverse, jax.jvp(jax.grad(f), (stack,), (tangent,)), or loop over a "
-        "stack in device memory with jax.lax.scan"
+        "differentiated by stack, and with offload_inputs=True by anything, in reverse "
+        "mode (JAX adds up what comes out of a loop in device memory); here by what "
+        f"lies on the host as {stack.aval.str_short()}. Differentiate forward over "
+        "reverse, jax.jvp(jax.grad(f), (stack,), (tangent,)); by x and what f closes "
+        "over pass offload_inputs=False; or loop over a stack in device memory with "
+        "jax.lax.scan"
     )
 
 
@@ -203,6 +205,15 @@ def _buffer_jvp(
 
 
 ad.primitive_jvps[_buffers.buffer_p] = _buffer_jvp
+
+
+def _joint_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    del tangents
+    # Nobody reads it: it only has to be one that is no zero.
+    return _marks.joint_p.bind(*primals), _marks.joint_p.bind(*primals)
+
+
+ad.primitive_jvps[_marks.joint_p] = _joint_jvp
 
 # The gradients of a batch that shares a stack.
 

@@ -95,8 +95,9 @@ def run_forward(
     """
     layers = _Layers(stack)
     num_kept = layers.num_layers - 1
+    operands = jax.tree.leaves((stack, x, closed))
     hosted = [
-        _buffers.host_stack_of(leaf, num_kept)
+        _buffers.host_stack_of(leaf, num_kept, *operands)
         if keep is Keep.HOST and num_kept > 0 and _can_leave(leaf)
         else None
         for leaf in jax.tree.leaves(x)

@@ -11,7 +11,15 @@ from jax.interpreters import mlir
 from jax_turbobus import _compat
 from jax_turbobus.offload._define import emit_ffi, scalar_aval
 
-__all__ = ["after_p", "anchor_p", "batch_p", "mark_p", "tie_p", "total_p"]
+__all__ = [
+    "after_p",
+    "anchor_p",
+    "batch_p",
+    "joint_p",
+    "mark_p",
+    "tie_p",
+    "total_p",
+]
 
 # The gradient of a row of a stack. Under `vmap` it is one gradient for each member of
 # the batch, and it depends on where the batch came in what to do with them if the
@@ -34,6 +42,19 @@ total_p: Any = Primitive("turbobus_total")
 total_p.def_abstract_eval(lambda grad, stack, batch: grad)
 total_p.def_impl(lambda grad, stack, batch: grad)
 mlir.register_lowering(total_p, lambda context, grad, stack, batch: [grad])
+
+# A number, of no interest, that is mapped where any of the operands is, and has a
+# tangent where any of them has: what makes a buffer like that which will go into it.
+
+joint_p: Any = Primitive("turbobus_joint")
+joint_p.def_abstract_eval(
+    lambda x, *_: scalar_aval(x).update(dtype=np.dtype(np.float32))
+)
+joint_p.def_impl(lambda *_: np.float32(0))
+mlir.register_lowering(
+    joint_p,
+    mlir.lower_fun(lambda *_: jax.numpy.float32(0), multiple_results=False),
+)
 
 # `x`, for JAX not before `others`; nothing of it is in the program. JAX moves what is
 # alike in every step of a differentiated loop out of it: a start, but not its done.

@@ -62,7 +62,8 @@ def scan_layers(
       A tree like `x`.
 
     Raises:
-      TypeError: `f` is no function, or a leaf of `stack` no `jax.Array`.
+      TypeError: `f` is no function, a leaf of `stack` no `jax.Array`, or
+        `offload_inputs` neither True nor False.
       ValueError: a leaf of `stack` has no layers, they disagree about how many, or
         there is nothing to move; `x` is not in device memory, or `f` returns
         something unlike `x`.
@@ -70,12 +71,18 @@ def scan_layers(
     Transforms:
       jit, reverse-mode differentiation (the gradient of a leaf of `stack` is in the
       memory that the leaf is in), vmap, shard_map, checkpoint. Forward-mode
-      differentiation only of a gradient; that in reverse mode by all but `stack`.
+      differentiation only of a gradient; that in reverse mode by all but `stack`,
+      and with `offload_inputs` by nothing.
 
     Source:
       docs/offload.md, "Layers".
     """
     check_function("scan_layers", "f", f)
+    if not isinstance(offload_inputs, bool):
+        raise TypeError(
+            "scan_layers: argument offload_inputs: expected True or False, got "
+            f"{offload_inputs!r}; under jax.jit make it a static argument"
+        )
     leaves = named_leaves("stack", stack)
     if not leaves:
         raise ValueError("scan_layers: argument stack: expected arrays, got none")
@@ -98,7 +105,7 @@ def scan_layers(
             check_space("scan_layers", name, leaf, DEVICE)
     check_together("scan_layers", {"stack": stack, "x": x})
     _ffi.register()
-    return compiled_for(_BODIES[bool(offload_inputs)], f)(stack, x)
+    return compiled_for(_BODIES[offload_inputs], f)(stack, x)
 
 
 def _scan_layers(

@@ -162,3 +162,10 @@ def test_a_transfer_that_is_refused_leaves_every_out_as_it_was():
     with pytest.raises(ValueError, match=r"argument out\['b'\]: .* as x\['b'\]"):
         tb.to_host(pair(on_device(), on_device((4, 8))), out=into)
     assert not any(x.is_deleted() for x in into.values())
+
+
+@pytest.mark.parametrize("value", ["no", None, 2, np.ones(2)], ids=str)
+def test_a_switch_that_is_neither_on_nor_off_is_refused(value):
+    stack = jnp.ones((2, 8, 128))
+    with pytest.raises(TypeError, match="argument offload_inputs: expected True or"):
+        tb.scan_layers(lambda w, x: x + w, stack, stack[0], offload_inputs=value)

@@ -175,3 +175,50 @@ def test_the_derivative_can_be_differentiated():
     ours = jax.jit(jax.grad(functools.partial(run, tb.scan_layers), argnums=1))
     theirs = jax.grad(functools.partial(run, reference), argnums=1)
     assert_close(ours(tb.to_host(stack), x), theirs(stack, x))
+
+
+KEPT = functools.partial(tb.scan_layers, offload_inputs=True)
+
+
+@pytest.mark.parametrize("mapped", ["stack", "closed"])
+@pytest.mark.parametrize("order", ["vmap_grad", "grad_vmap"])
+def test_kept_inputs_of_a_batch_that_starts_from_one_x(mapped, order):
+    # The first input is the same for all; those of later layers are not.
+    stacks, x = values(2, 3, 8, 8, scale=1 / 3), values(4, 8, seed=9)
+    gains = values(2, 8, seed=5)
+    axes = {"stack": (0, None, None), "closed": (None, None, 0)}[mapped]
+
+    def gradient(scan, *args):
+        def one(stack, x, gain):
+            return (scan(lambda w, x: jnp.tanh(x @ w) * gain, stack, x) ** 2).sum()
+
+        if order == "vmap_grad":
+            return jax.vmap(jax.grad(one, (0, 1, 2)), axes)(*args)
+        each = jax.vmap(one, axes)
+        return jax.grad(lambda *args: each(*args).sum(), (0, 1, 2))(*args)
+
+    args = (stacks, x, gains[0]) if mapped == "stack" else (stacks[0], x, gains)
+    ours = jax.jit(functools.partial(gradient, KEPT))(tb.to_host(args[0]), *args[1:])
+    assert_close(ours, gradient(reference, *args))
+
+
+@pytest.mark.parametrize("where", [tb.to_host, jnp.asarray], ids=["host", "device"])
+def test_forward_over_reverse_with_kept_inputs(where):
+    stack, x = values(3, 8, 8, scale=1 / 3), values(2, 8, seed=9)
+
+    def directional(scan, stack):
+        gradient = jax.grad(lambda stack: squared(scan, stack, x))
+        return jax.jvp(gradient, (stack,), (stack,))[1]
+
+    ours = jax.jit(functools.partial(directional, KEPT))(where(stack))
+    assert_close(ours, directional(reference, stack))
+    assert ours.sharding.memory_kind == where(stack).sharding.memory_kind
+
+
+def test_reverse_over_reverse_with_kept_inputs_is_refused_in_words():
+    def norm(x):
+        return (jax.grad(functools.partial(squared, KEPT, stack))(x) ** 2).sum()
+
+    stack, x = tb.to_host(values(3, 8, 8, scale=1 / 3)), values(2, 8, seed=9)
+    with pytest.raises(NotImplementedError, match="pass offload_inputs=False"):
+        jax.grad(norm)(x)
