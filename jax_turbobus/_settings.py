@@ -208,6 +208,11 @@ def _with_engine(
         trace = True
     if isinstance(trace, bool):
         trace = _DEFAULT_TRACE_EVENTS if trace else 0
+    if not isinstance(trace, numbers.Integral):
+        raise ValueError(
+            "trace: expected True, False, a number of events or the path of a file, "
+            f"got {trace!r}"
+        )
     topology = _as_topology(topology)
     pooled = bool(_first(pooled, _environment.flag("POOLED"), True))
     rate_scale = _between(

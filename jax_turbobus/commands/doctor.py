@@ -94,6 +94,7 @@ def _software() -> Iterator[Check]:
 def _settings() -> Iterator[Check]:
     """Yields what the environment makes of this process's transfers."""
     config.apply_environment()
+    _environment.flag("PEER_ACCESS")  # refuses what is no switch, without GPUs too
     used = config.current()
     if used.topology is not None:
         pooled = "pooled over" if used.pooled else "direct on"

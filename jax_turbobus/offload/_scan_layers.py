@@ -90,6 +90,13 @@ def scan_layers(
     for name, leaf in leaves:
         check_array("scan_layers", name, leaf)
         is_on_host |= space_of(leaf) is HOST
+    if not is_on_host and not offload_inputs and space_of(leaves[0][1]) is DEVICE:
+        raise ValueError(
+            f"scan_layers: argument {leaves[0][0]}: expected memory kind 'pinned_host' "
+            "of at least one leaf, got 'device' of all: nothing would move. Put layers "
+            "there with to_host(stack), keep the inputs of layers there with "
+            "offload_inputs=True, or use jax.lax.scan"
+        )
     for name, leaf in leaves:
         is_kept = space_of(leaf) is DEVICE and (is_on_host or offload_inputs)
         check_stack("scan_layers", leaf, name, DEVICE if is_kept else HOST)

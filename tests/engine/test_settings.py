@@ -27,6 +27,8 @@ from jax_turbobus import _environment, config, gpu
         ({"rate_scale": 1e308}, "rate_scale: expected a number from"),
         ({"rate_scale": 1e-300}, "rate_scale: expected a number from"),
         ({"rate_scale": float("nan")}, "rate_scale: expected a number from"),
+        ({"trace": 3.5}, "trace: expected True, False, a number .* path .* got 3.5"),
+        ({"trace": {}}, "trace: expected True, False, a number .* path .* got {}"),
         ({"trace": -3}, "trace: expected a whole number from 0"),
         ({"trace": 2**40}, "trace: expected a whole number from 0"),
         ({"trace": "/nowhere/at/all.json"}, "trace: expected .* got '/nowhere/at"),

@@ -259,7 +259,7 @@ CASES = {
     "scan_layers: layers on the device": (
         lambda: tb.scan_layers(lambda w, x: x, on_device(), on_device()),
         ValueError,
-        ["argument stack", "'pinned_host'", "'device'"],
+        ["argument stack", "'pinned_host'", "'device'", "offload_inputs=True"],
     ),
     "scan_layers: two numbers of layers": (
         lambda: tb.scan_layers(

@@ -1,7 +1,6 @@
 """What must hold for any node, any transfers, and any order of events."""
 
 import collections
-import dataclasses
 
 import hypothesis
 from hypothesis import given

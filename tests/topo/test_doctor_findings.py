@@ -4,7 +4,7 @@ import pytest
 from topo_fakes import FakeGpu, FakeNvml, add_device, add_numa
 
 from jax_turbobus._discovery.limits import HostLimits, read_limits
-from jax_turbobus.commands import _findings
+from jax_turbobus.commands import _findings, doctor
 from jax_turbobus.topology import discover
 
 
@@ -149,3 +149,10 @@ def test_small_shm_and_missing_huge_pages_are_warned_about():
     assert "/dev/shm: 64.0 MiB, 1.0 MiB free" in warnings
     assert "huge pages are off" in warnings
     assert "--shm-size" in warnings
+
+
+def test_doctor_refuses_words_that_are_no_switch(monkeypatch):
+    monkeypatch.setenv("JAX_TURBOBUS_PEER_ACCESS", "maybe")
+    [check] = doctor._guarded(doctor._settings)
+    assert check.status == "broken"
+    assert "JAX_TURBOBUS_PEER_ACCESS: expected 1 or 0, got 'maybe'" in check.text
