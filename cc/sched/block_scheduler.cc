@@ -231,9 +231,9 @@ void BlockScheduler::LearnLateness(const InFlight& in_flight, int64_t now_ns) {
       std::max(in_flight.cap_stretch, CapStretch(tables_, lane));
   const auto service_ns = static_cast<int64_t>(static_cast<double>(size_bytes) *
                                                lane.ns_per_byte * stretch);
-  // A relay that is as slow as the direct lane shares what slows that: the
-  // other direction's bytes, or the host's memory. Half of them still go faster
-  // there.
+  // A relay that is as slow as the direct lane shares what slows that (the
+  // other direction's bytes, the host's memory): both together are still sooner
+  // done.
   const int direct = tables_.queues[lane.queue].direct;
   const double usual = lane.is_relay && direct != kNone
                            ? tables_.lanes[direct].late.lateness()

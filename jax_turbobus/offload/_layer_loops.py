@@ -154,7 +154,6 @@ def run_backward(
     x_leaves, x_structure = jax.tree.flatten(inputs.last)
     # Only these of the stack's leaves have a gradient.
     inexact = [n for n, leaf in enumerate(layers.leaves) if _is_inexact(leaf)]
-
     is_hosted = [layers.on_host[n] for n in inexact]
 
     def pull_back(i: Any) -> Callable[..., Any]:

@@ -86,20 +86,18 @@ def scan_layers(
     leaves = named_leaves("stack", stack)
     if not leaves:
         raise ValueError("scan_layers: argument stack: expected arrays, got none")
-    is_on_host = False
     for name, leaf in leaves:
         check_array("scan_layers", name, leaf)
-        is_on_host |= space_of(leaf) is HOST
-    if not is_on_host and not offload_inputs and space_of(leaves[0][1]) is DEVICE:
+    spaces = [space_of(leaf) for _, leaf in leaves]
+    if not offload_inputs and all(space is DEVICE for space in spaces):
         raise ValueError(
             f"scan_layers: argument {leaves[0][0]}: expected memory kind 'pinned_host' "
             "of at least one leaf, got 'device' of all: nothing would move. Put layers "
             "there with to_host(stack), keep the inputs of layers there with "
             "offload_inputs=True, or use jax.lax.scan"
         )
-    for name, leaf in leaves:
-        is_kept = space_of(leaf) is DEVICE and (is_on_host or offload_inputs)
-        check_stack("scan_layers", leaf, name, DEVICE if is_kept else HOST)
+    for (name, leaf), space in zip(leaves, spaces, strict=True):
+        check_stack("scan_layers", leaf, name, DEVICE if space is DEVICE else HOST)
     lengths = sorted({leaf.shape[0] for _, leaf in leaves})
     if len(lengths) > 1:
         raise ValueError(

@@ -129,7 +129,7 @@ def pair(a, b):
         (
             lambda: tb.scan_layers(
                 lambda w, x: x + w["a"].sum() + w["b"].sum(),
-                pair(on_host(), unpinned()),
+                pair(on_device(), unpinned()),
                 on_device(),
             ),
             "stack['b']",
